@@ -1,0 +1,47 @@
+"""Overlap of expert-parallel communication with compute, derived from the graph of a model."""
+
+import torch
+
+from fxoverlap.compat import check_torch_version
+
+check_torch_version(torch.__version__)
+
+from fxoverlap.api import OverlappedModel, StepResult, transform  # noqa: E402
+from fxoverlap.config import OverlapConfig, Recompute  # noqa: E402
+from fxoverlap.errors import (  # noqa: E402
+    CaptureError,
+    ConfigError,
+    FxOverlapError,
+    PlanMismatchError,
+    StepError,
+    UnsupportedError,
+    VerifyError,
+)
+from fxoverlap.ir import ChunkGraph, CostTable, Plan, ScheduleNode  # noqa: E402
+from fxoverlap.microbatch import Microbatch  # noqa: E402
+from fxoverlap.report import Report  # noqa: E402
+from fxoverlap.schedule import Policy  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "ChunkGraph",
+    "ConfigError",
+    "CostTable",
+    "FxOverlapError",
+    "Microbatch",
+    "OverlapConfig",
+    "OverlappedModel",
+    "Plan",
+    "PlanMismatchError",
+    "Policy",
+    "Recompute",
+    "Report",
+    "ScheduleNode",
+    "StepError",
+    "StepResult",
+    "UnsupportedError",
+    "VerifyError",
+    "transform",
+]

@@ -1,0 +1,165 @@
+"""The command line: `fxoverlap demo | explain | bench`.
+
+Each command prints for a person, and with `--json PATH` also writes its figures as one JSON object; `-` is standard
+output, where the object is the last line. Exit status: 0 done; 1 a check or a rank failed, with one message on standard
+error; 2 wrong usage; 130 interrupted.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fxoverlap.errors import FxOverlapError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, of `sys.argv` unless told otherwise, and return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        figures: dict[str, Any] = options.command(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted: every rank was ended", file=sys.stderr)
+        return 130
+    except FxOverlapError as error:
+        print(f"\nfxoverlap: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    if options.json == "-":
+        print(json.dumps(figures), flush=True)
+    elif options.json is not None:
+        Path(options.json).write_text(json.dumps(figures) + "\n")
+    return 0 if figures.get("bitwise_equal", True) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Build the parser; each command's function is its default for `command`."""
+    parser = argparse.ArgumentParser(prog="fxoverlap", description=sys.modules["fxoverlap"].__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = _add(commands, "demo", _demo, "train a small model, eager and overlapped side by side")
+    _add_pattern(demo, "[*E][*E]")
+    demo.add_argument("--ranks", type=_count, default=2, help="processes that share the experts")
+    demo.add_argument("--steps", type=_count, default=30, help="optimizer steps")
+    demo.add_argument("--out", default="fxoverlap-demo", help="folder for the graph dump")
+
+    explain = _add(commands, "explain", _explain, "print the nodes and the plan of a model")
+    _add_pattern(explain, "[*E][*E]")
+    explain.add_argument("--schedule", default="auto", choices=("auto", "megatron", "sequential"), help="order")
+
+    bench = commands.add_parser("bench", help="measure on this machine")
+    benches = bench.add_subparsers(required=True, metavar="WHAT")
+
+    two_hosts = _add(benches, "two-hosts", _two_hosts, "two ranks joined by a slow link")
+    two_hosts.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    _add_sizes(two_hosts, repeats=5)
+
+    overhead = _add(benches, "overhead", _overhead, "one rank, nothing to hide")
+    overhead.add_argument("--hidden", type=_count, nargs="+", default=[256, 64], metavar="WIDTH", help="of the model")
+    _add_sizes(overhead, repeats=9)
+
+    transform = _add(benches, "transform", _transform, "time of the transformation itself")
+    transform.add_argument("--layers", type=_count, default=16, help="physical layers, [*E] x half of it")
+    return parser
+
+
+def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], dict[str, Any]], about: str) -> Any:
+    """Add a command; `commands` is what `add_subparsers` gave, a class that argparse does not export."""
+    parser = commands.add_parser(
+        name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--json", metavar="PATH", help="write the figures as JSON to PATH; - for standard output")
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_pattern(parser: argparse.ArgumentParser, default: str) -> None:
+    about = "layers of the model: * attention, - MLP, E experts; brackets group what is scheduled as one"
+    parser.add_argument("--pattern", type=_pattern, default=default, help=about)
+
+
+def _add_sizes(parser: argparse.ArgumentParser, repeats: int) -> None:
+    _add_pattern(parser, "[*E][*E][*E][*E]")
+    parser.add_argument("--microbatches", type=_count, default=8, help="in a step")
+    parser.add_argument("--tokens", type=_count, default=512, help="in a microbatch")
+    parser.add_argument("--repeats", type=_count, default=repeats, help="of each whole step")
+
+
+def _count(text: str) -> int:
+    """Read a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def _pattern(text: str) -> str:
+    """Check a layer pattern."""
+    from fxoverlap.pattern import parse
+
+    try:
+        parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+# The commands import what they run when they run: `fxoverlap --help` need not wait for it.
+
+
+def _demo(options: argparse.Namespace) -> dict[str, Any]:
+    from fxoverlap import demo
+
+    return demo.run(demo.Settings(pattern=options.pattern, ranks=options.ranks, steps=options.steps, out=options.out))
+
+
+def _explain(options: argparse.Namespace) -> dict[str, Any]:
+    import fxoverlap as fxo
+    from fxoverlap.benchmarks.workload import Settings
+    from fxoverlap.launch import one_rank_group
+
+    settings = Settings(pattern=options.pattern, microbatches=1, tokens=64, dim=64)
+    with one_rank_group() as group:
+        config = fxo.OverlapConfig(schedule=options.schedule)
+        overlapped = fxo.transform(settings.model(group), config, example_inputs=settings.batches(0)[0])
+        golden, report = overlapped.golden(), overlapped.report()
+    print(golden)
+    print(report)
+    return {"pattern": options.pattern, "golden": golden, "report": report.to_dict()}
+
+
+def _two_hosts(options: argparse.Namespace) -> dict[str, Any]:
+    from fxoverlap.benchmarks import two_hosts
+
+    figures = two_hosts.run(dataclasses.replace(_settings(options), rate=options.rate))
+    print(two_hosts.text(figures))
+    return figures
+
+
+def _overhead(options: argparse.Namespace) -> dict[str, Any]:
+    from fxoverlap.benchmarks import overhead
+
+    figures = overhead.run(options.hidden, _settings(options))
+    print(overhead.text(figures))
+    return figures
+
+
+def _transform(options: argparse.Namespace) -> dict[str, Any]:
+    from fxoverlap.benchmarks import transform
+
+    figures = transform.run(options.layers)
+    print(transform.text(figures))
+    return figures
+
+
+def _settings(options: argparse.Namespace) -> Any:
+    from fxoverlap.benchmarks.workload import Settings
+
+    return Settings(
+        pattern=options.pattern,
+        microbatches=options.microbatches,
+        tokens=options.tokens,
+        repeats=options.repeats,
+    )

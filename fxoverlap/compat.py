@@ -1,0 +1,250 @@
+"""Every private torch API that fxoverlap touches; no other module imports one.
+
+Each section names the versions on which it was checked. `tests/test_compat.py` fails when one of them moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.graph import CodeGen
+from torch.fx.traceback import annotate_fn, preserve_node_meta
+from torch.utils import _pytree as pytree
+
+SUPPORTED_TORCH = ((2, 11), (2, 14))
+
+
+def check_torch_version(version: str) -> None:
+    """Raise ImportError unless `version` is one of the torch releases that fxoverlap was checked on."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(match[1]), int(match[2])) if match else (0, 0)
+    low, high = SUPPORTED_TORCH
+    if not low <= found <= high:
+        raise ImportError(
+            f"fxoverlap needs torch {low[0]}.{low[1]} to {high[0]}.{high[1]}, found {version}. "
+            f"Install a supported release, for example `pip install torch=={high[0]}.{high[1]}.*`."
+        )
+
+
+# --- joint export (checked on 2.13.0) ---------------------------------------------------------------------------
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode in which shapes are static and only data-dependent sizes become symbols."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a fake tensor of `mode`: same static shape, strides, dtype, device and requires_grad."""
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+@contextlib.contextmanager
+def non_strict_tracing() -> Iterator[None]:
+    """Tell user code that it is traced (`torch.compiler.is_compiling()` is true), Dynamo being off."""
+    compiler: Any = torch.compiler
+    if hasattr(compiler, "_non_strict_tracing_context"):
+        with compiler._non_strict_tracing_context():
+            yield
+        return
+    previous = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = previous
+
+
+def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> fx.GraphModule:
+    """The joint forward/backward ATen graph of `module(*args)`, functional, with descriptors on its ends.
+
+    `args` are fake tensors of `mode`. The fake mode is left again before this returns, so that the graph can be run
+    on real tensors.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(preserve_node_meta())
+        stack.enter_context(non_strict_tracing())
+        return aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+def annotated(forward: Callable[..., Any], key: str, value: str) -> Callable[..., Any]:
+    """`forward` such that every node traced in it carries `{key: value}` (the innermost value wins)."""
+    return annotate_fn({key: value})(forward)
+
+
+def annotation(node: fx.Node, key: str) -> str | None:
+    """What `annotated` left on a traced node, forward or backward."""
+    return (node.meta.get("custom") or {}).get(key)
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the tracer made this node while it ran the backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def is_gradient_accumulation(node: fx.Node) -> bool:
+    """Whether autograd made this add to sum several gradients of one tensor."""
+    return bool(node.meta.get("is_gradient_acc"))
+
+
+def input_descriptor(node: fx.Node) -> tuple[str, Any]:
+    """What a joint graph's placeholder is: ("param" | "buffer", name), ("input", index) or ("tangent", index)."""
+    desc = node.meta["desc"]
+    if isinstance(desc, ParamAOTInput):
+        return "param", desc.target
+    if isinstance(desc, BufferAOTInput):
+        return "buffer", desc.target
+    if isinstance(desc, PlainAOTInput):
+        return "input", desc.idx
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
+        return "tangent", desc.output.idx
+    return "other", str(desc)
+
+
+def output_descriptors(graph: fx.Graph) -> list[tuple[str, Any]]:
+    """What each output of a joint graph is: ("output", index), ("grad" | "mutation", input descriptor) or "other"."""
+
+    def source(desc: Any) -> tuple[str, Any]:
+        if isinstance(desc, ParamAOTInput):
+            return "param", desc.target
+        if isinstance(desc, BufferAOTInput):
+            return "buffer", desc.target
+        if isinstance(desc, PlainAOTInput):
+            return "input", desc.idx
+        return "other", str(desc)
+
+    found = []
+    for desc in graph.output_node().meta["desc"]:
+        if isinstance(desc, PlainAOTOutput):
+            found.append(("output", desc.idx))
+        elif isinstance(desc, GradAOTOutput):
+            found.append(("grad", source(desc.grad_of)))
+        elif isinstance(desc, InputMutationAOTOutput):
+            found.append(("mutation", source(desc.mutated_input)))
+        else:
+            found.append(("other", str(desc)))
+    return found
+
+
+# --- execution (checked on 2.13.0) ------------------------------------------------------------------------------
+
+
+_K = torch._C.DispatchKey
+_ABOVE_KERNELS = (
+    torch._C.DispatchKeySet(_K.ADInplaceOrView)
+    | torch._C.DispatchKeySet(_K.AutogradOther)
+    | torch._C.DispatchKeySet(_K.AutogradCPU)
+    | torch._C.DispatchKeySet(_K.AutogradCUDA)
+)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Dispatch below autograd: no graph, and no view keeps its base alive.
+
+    `torch._C._AutoDispatchBelowAutograd` still lets views record their base, which holds a storage longer than needed.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
+
+
+# --- trees (checked on 2.13.0) ----------------------------------------------------------------------------------
+
+
+def flatten_with_path(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """The leaves of a nested structure with printable paths such as `[0]['mask']`, and its structure."""
+    with_paths, spec = pytree.tree_flatten_with_path(tree)
+    return [(pytree.keystr(path), leaf) for path, leaf in with_paths], spec
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The nested structure that `flatten_with_path` took apart, with other leaves."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+# --- modules and errors (checked on 2.13.0) ---------------------------------------------------------------------
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether forward or backward hooks are registered on this module."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind, None) for kind in kinds)
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether tracing failed because Python asked for the contents of a tensor."""
+    kinds = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+    return isinstance(error, kinds)
+
+
+def innermost_user_frame(error: BaseException) -> str:
+    """` (file.py:line)` of the last frame outside torch and fxoverlap that led to `error`, or nothing."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+# --- symbolic sizes (checked on 2.13.0) -------------------------------------------------------------------------
+
+
+def free_symbols(size: int | torch.SymInt) -> set[Any]:
+    """The symbols in a size."""
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def size_hint(size: int | torch.SymInt, hints: Mapping[Any, int]) -> int:
+    """A size with `hints` for its symbols, 1 for symbols without a hint."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expr = size.node.expr
+    return int(expr.subs({symbol: hints.get(symbol, 1) for symbol in expr.free_symbols}))
+
+
+class BoxedCodeGen(CodeGen):
+    """Generate `forward(self, args_list)`, which empties the list: arguments die with their last use in the callee."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: Any) -> str:
+        names = [each.split(":")[0].split("=")[0].strip() for each in free_vars if each != "self"]
+        lines = [f"def {self._func_name}(self, args_list){maybe_return_annotation}:"]
+        if names:
+            lines += [f"    {', '.join(names)}, = args_list", "    args_list.clear()"]
+        return "\n".join(lines)
+
+
+# --- hooks of tensors (checked on 2.13.0) -----------------------------------------------------------------------
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something the user registered wants to see this leaf's gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def shares_storage(tensor: torch.Tensor) -> bool:
+    """Whether another tensor, in Python or in a saved state, holds the storage of this one."""
+    storage = tensor.untyped_storage()
+    # The tensor and the storage object here are two uses.
+    return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def without_compile(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped, or the module itself."""
+    return getattr(model, "_orig_mod", model)

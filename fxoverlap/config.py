@@ -1,0 +1,177 @@
+"""What a user may choose: `OverlapConfig` and `Recompute`, validated when built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxoverlap.errors import ConfigError, UnsupportedError
+from fxoverlap.pattern import parse
+
+SCHEDULES = ("auto", "megatron", "sequential")
+METHODS = ("uniform", "block", "selective")
+KEEP = ("dispatch", "experts", "combine")
+
+
+def _reject(field: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"OverlapConfig.{field} is {value!r}; allowed: {allowed}.")
+
+
+def _positive(owner: str, field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{owner}.{field} is {value!r}; allowed: a positive integer.")
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Which forward results are computed again in the backward instead of being kept.
+
+    Attributes:
+        method: "uniform" (segments of `num_layers` logical layers), "block" (the first `num_layers`, one a segment) or
+            "selective" (the modules that `modules` matches).
+        num_layers: length of a segment, or number of segments.
+        modules: FQN globs, for "selective".
+        keep: slots whose results are saved, not replayed: any of "dispatch", "experts", "combine".
+    """
+
+    method: str
+    num_layers: int = 1
+    modules: Sequence[str] = ()
+    keep: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"Recompute.method is {self.method!r}; allowed: {', '.join(METHODS)}.")
+        _positive("Recompute", "num_layers", self.num_layers)
+        if isinstance(self.modules, str) or not all(isinstance(m, str) for m in self.modules):
+            raise ConfigError(f"Recompute.modules is {self.modules!r}; allowed: a sequence of FQN globs.")
+        if self.method == "selective" and not self.modules:
+            raise ConfigError("Recompute.modules is empty; method 'selective' needs at least one FQN glob.")
+        if isinstance(self.keep, str) or not set(self.keep) <= set(KEEP):
+            raise ConfigError(f"Recompute.keep is {self.keep!r}; allowed: any of {', '.join(KEEP)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapConfig:
+    """The choices of `fxoverlap.transform`. Every field is checked when the config is built.
+
+    Attributes:
+        pattern: hybrid layer pattern such as `"*-[*E]"`; None: logical layers are found in the graph.
+        layers, mtp_layers: FQN glob, or a sequence of them, of the physical layers.
+        schedule: "auto", "megatron", "sequential", or a policy
+            `(f, b, costs, config) -> list[(ScheduleNode, "F" | "B")]`.
+        delay_wgrad: weight-gradient nodes are separate and movable.
+        recompute: what is computed again in the backward.
+        early_release: less memory, less cover.
+        ramp: how the first forward is covered, "none" or "pair".
+        memory_budget: bytes a rank, or None.
+        imbalance: factor on balanced rows for which memory is planned, at least 1.
+        compile: None, "inductor", or a backend `(gm, example_inputs) -> callable`.
+        grad_scale: factor on every microbatch's loss before backward; a number or a 0-dim tensor.
+        opaque: module types or FQN globs that are not traced into.
+        hooks: "refuse" or "trace".
+        dynamic: "auto" captures up to `max_variants` shapes, False one.
+        process_group: the expert-parallel group; None: found in the graph.
+        passes: replaces the default pass lists.
+
+    Raises:
+        ConfigError: a field has a value that is not allowed.
+        UnsupportedError: a field asks for what fxoverlap cannot do yet.
+    """
+
+    pattern: str | None = None
+    layers: str | Sequence[str] = "layers.*"
+    mtp_layers: str | Sequence[str] = "mtp.*"
+    schedule: str | Callable[..., Any] = "auto"
+    delay_wgrad: bool = True
+    recompute: Recompute | None = None
+    early_release: bool = False
+    ramp: str = "none"
+    memory_budget: int | None = None
+    imbalance: float = 1.25
+    compile: str | Callable[..., Any] | None = None
+    grad_scale: float | torch.Tensor = 1.0
+    opaque: Sequence[Any] = ()
+    hooks: str = "refuse"
+    dynamic: str | bool = "auto"
+    max_variants: int = 8
+    process_group: Any = None
+    passes: Sequence[Callable[..., Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_numbers()
+        self._check_globs()
+        self._refuse_what_is_missing()
+
+    def _check_choices(self) -> None:
+        if self.pattern is not None:
+            try:
+                parse(self.pattern)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"OverlapConfig.pattern is {self.pattern!r}: {error}") from error
+        if not callable(self.schedule) and self.schedule not in SCHEDULES:
+            raise _reject("schedule", self.schedule, f"{', '.join(SCHEDULES)}, or a policy function")
+        for name in ("delay_wgrad", "early_release"):
+            if not isinstance(getattr(self, name), bool):
+                raise _reject(name, getattr(self, name), "True or False")
+        if self.ramp not in ("none", "pair"):
+            raise _reject("ramp", self.ramp, "none, pair")
+        if self.hooks not in ("refuse", "trace"):
+            raise _reject("hooks", self.hooks, "refuse, trace")
+        if self.dynamic not in ("auto", False):
+            raise _reject("dynamic", self.dynamic, '"auto", False')
+        if self.compile is not None and self.compile != "inductor" and not callable(self.compile):
+            raise _reject("compile", self.compile, 'None, "inductor", or a torch.compile backend')
+        if self.recompute is not None and not isinstance(self.recompute, Recompute):
+            raise _reject("recompute", self.recompute, "None or fxoverlap.Recompute(...)")
+
+    def _check_numbers(self) -> None:
+        _positive("OverlapConfig", "max_variants", self.max_variants)
+        if self.memory_budget is not None:
+            _positive("OverlapConfig", "memory_budget", self.memory_budget)
+        if isinstance(self.imbalance, bool) or not isinstance(self.imbalance, (int, float)) or not self.imbalance >= 1:
+            raise _reject("imbalance", self.imbalance, "a number of at least 1")
+        check_grad_scale("OverlapConfig.grad_scale", self.grad_scale)
+
+    def _check_globs(self) -> None:
+        for name in ("layers", "mtp_layers"):
+            value = getattr(self, name)
+            globs = [value] if isinstance(value, str) else value
+            if not isinstance(globs, Sequence) or not all(isinstance(glob, str) and glob for glob in globs):
+                raise _reject(name, value, "an FQN glob such as 'layers.*', or a sequence of them")
+        if isinstance(self.opaque, str) or not isinstance(self.opaque, Sequence):
+            raise _reject("opaque", self.opaque, "a sequence of module types or FQN globs")
+        if self.passes is not None:
+            for each in self.passes:
+                if not callable(each) or getattr(each, "stage", None) not in ("joint", "chunk", "plan"):
+                    raise _reject("passes", each, 'functions with an attribute stage of "joint", "chunk" or "plan"')
+
+    def _refuse_what_is_missing(self) -> None:
+        missing = {
+            "recompute": self.recompute is not None,
+            "early_release": self.early_release,
+            "ramp": self.ramp == "pair",
+            "memory_budget": self.memory_budget is not None,
+            "compile": self.compile is not None,
+            "opaque": len(self.opaque) > 0,
+        }
+        for name, asked in missing.items():
+            if asked:
+                raise UnsupportedError(
+                    f"OverlapConfig.{name} is {getattr(self, name)!r}: this version of fxoverlap cannot do it yet. "
+                    f"Leave {name} at its default."
+                )
+
+
+def check_grad_scale(subject: str, value: object) -> None:
+    """Raise ConfigError unless `value` is a finite number or a 0-dim floating point tensor."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 and value.is_floating_point():
+            return
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) != float("inf"):
+        return
+    raise ConfigError(f"{subject} is {value!r}; allowed: a finite number or a 0-dim floating point tensor.")

@@ -1,0 +1,314 @@
+"""The data that passes hand on: frozen dataclasses without behaviour, and the words for them.
+
+A `JointGraph` is one microbatch's forward and backward as a flat ATen graph. A `ChunkGraph` is the same ops grouped
+into `ScheduleNode`s. A `Plan` is an order of node instances of at most two microbatches. A `FusedGraph` is the plan
+lowered to an FX graph with one call a node instance.
+
+Terms: a *value* is the result of one op (or one graph input) of the joint graph, known by that FX node's name; a
+*physical layer* is one module that the layer globs match; a *logical layer* is what is scheduled as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import fx
+
+META = "fxoverlap"
+"""The key of `fx.Node.meta` under which passes keep what they know: an `OpTag` in a joint graph; in a fused graph
+an `Instance` on a call, a `ValueRef` on a value."""
+
+
+class Phase(Enum):
+    """What a node computes: forward, input gradients, weight gradients, replay of a recomputed forward."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    R = "R"
+
+
+class Lane(Enum):
+    """Where a node runs. On CUDA a lane is a stream; on a CPU `comm` is the process group's own thread."""
+
+    COMPUTE = "compute"
+    COMM = "comm"
+    HOST = "host"
+
+
+class Slot(Enum):
+    """The parts of a logical layer, and the parts of a chunk outside its layers, in forward order."""
+
+    PRE_PROCESS = "pre_process"
+    PRE_DISPATCH = "pre_dispatch"
+    COUNTS = "counts"
+    PERMUTE = "permute"
+    DISPATCH = "dispatch"
+    SHARED = "shared"
+    EXPERTS = "experts"
+    COMBINE = "combine"
+    POST_COMBINE = "post_combine"
+    MTP_POST = "mtp_post"
+    POST_PROCESS = "post_process"
+
+
+class Role(Enum):
+    """What an exchange carries: token counts, tokens to their experts, or expert results back."""
+
+    COUNTS = "counts"
+    DISPATCH = "dispatch"
+    COMBINE = "combine"
+
+
+class InputKind(Enum):
+    """What a graph input is bound to when the graph runs."""
+
+    PARAM = "param"
+    BUFFER = "buffer"
+    LEAF = "leaf"
+    TANGENT = "tangent"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """One input of a joint graph.
+
+    Attributes:
+        value: name of its placeholder (or get_attr) node.
+        kind: what it is bound to.
+        name: the first FQN of a parameter or buffer; the path of a microbatch leaf; the attribute of a constant.
+        index: position among the inputs of its kind.
+    """
+
+    value: str
+    kind: InputKind
+    name: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpTag:
+    """What is known of one op of a joint graph (`node.meta["fxoverlap"]`).
+
+    Attributes:
+        phase: F or B as the tracer saw it.
+        fqn: FQN of the innermost module that ran the op; "" for the model itself; None where it cannot be known.
+        layer: index of the physical layer; None outside the layers.
+    """
+
+    phase: Phase
+    fqn: str | None
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One all-to-all between expert-parallel ranks; several launches where tensors travel together.
+
+    Attributes:
+        role: what it carries. A backward exchange has the role of the forward exchange that it is the gradient of.
+        phase: F or B.
+        index: position of the forward exchange among the forward exchanges of the graph; a backward exchange has the
+            index of its forward exchange.
+        layer: index of the physical layer, None outside the layers.
+        launches: names of the launching ops, in trace order.
+        waits: names of the ops that wait for them, in trace order.
+        group: name of the process group.
+    """
+
+    role: Role
+    phase: Phase
+    index: int
+    layer: int | None
+    launches: tuple[str, ...]
+    waits: tuple[str, ...]
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhysicalLayer:
+    """One module that the layer globs match.
+
+    Attributes:
+        fqn: its fully qualified name.
+        symbol: its symbol in the pattern, None without a pattern.
+        group: index of its logical layer as the pattern sees it, None without a pattern.
+    """
+
+    fqn: str
+    symbol: str | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JointGraph:
+    """The joint forward/backward graph of one microbatch, and what its ends mean.
+
+    Attributes:
+        module: holds the graph; passes change the graph in place and own it.
+        inputs: one a placeholder, and one a get_attr constant.
+        loss: the value that is differentiated.
+        outputs: values of the model's other tensor outputs, in order.
+        mutations: (value, input value) for each buffer that the forward writes: the new value and the buffer's input.
+        gradients: (value, input value) for each parameter or leaf that gets a gradient.
+        physical: the physical layers in model order (after the pass `layers`).
+        exchanges: all exchanges in trace order (after the pass `exchanges`).
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    loss: str
+    outputs: tuple[str, ...]
+    mutations: tuple[tuple[str, str], ...]
+    gradients: tuple[tuple[str, str], ...]
+    physical: tuple[PhysicalLayer, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+
+    stage = "joint"
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleNode:
+    """The smallest thing that the scheduler moves.
+
+    Attributes:
+        layer: index of the logical layer, None outside the layers.
+        slot: which part of it.
+        phase: what it computes.
+        lane: where it runs.
+        ops: names of its ops in trace order.
+        reads: values that it reads, in the order of first use.
+        writes: values that it makes and others read, in trace order.
+    """
+
+    layer: int | None
+    slot: Slot
+    phase: Phase
+    lane: Lane
+    ops: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For example `L1.experts.B`, or `post_process.F` outside the layers."""
+        prefix = "" if self.layer is None else f"L{self.layer}."
+        return f"{prefix}{self.slot.value}.{self.phase.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """What one schedule node costs, at balanced routing.
+
+    Attributes:
+        flops: floating point operations.
+        bytes_moved: bytes that it reads and writes.
+        bytes_sent: bytes that its exchanges send, 0 in compute nodes.
+        allocated: bytes of the values that it makes and hands on.
+        freed: bytes of the values that die with it.
+    """
+
+    flops: int = 0
+    bytes_moved: int = 0
+    bytes_sent: int = 0
+    allocated: int = 0
+    freed: int = 0
+
+
+CostTable = Mapping[str, NodeCost]
+"""Costs by `ScheduleNode.name`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGraph:
+    """The schedule nodes of one microbatch.
+
+    Attributes:
+        joint: the graph that the nodes' ops stand in; None for a synthetic graph.
+        nodes: in an order that one microbatch alone may run in: F, then B, with each W after what it reads.
+        effects: (earlier, later) names of nodes whose random draws or buffer accesses must keep their order.
+        layers: number of logical layers.
+        costs: by node name (after the pass `bytes`).
+        modules: by node name, the node's ops as a module with boxed arguments; structurally identical nodes share one
+            (after the pass `extract`).
+    """
+
+    joint: JointGraph | None
+    nodes: tuple[ScheduleNode, ...]
+    effects: tuple[tuple[str, str], ...] = ()
+    layers: int = 0
+    costs: CostTable = field(default_factory=dict)
+    modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+
+    stage = "chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """A value of one microbatch (`node.meta["fxoverlap"]` of a fused graph's placeholders and getitems).
+
+    Attributes:
+        mb: "F" or "B", as in `Instance`.
+        value: name of the value in the microbatch's joint graph.
+    """
+
+    mb: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One schedule node of one microbatch in a plan.
+
+    Attributes:
+        node: what runs.
+        mb: which microbatch: "F" the one whose forward runs, "B" the one whose backward runs.
+        frees: values of that microbatch that die with this instance (after the pass `lifetime`).
+    """
+
+    node: ScheduleNode
+    mb: str
+    frees: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.node.name}  mb={self.mb}  lane={self.node.lane.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The order of the node instances of one fused step.
+
+    Attributes:
+        kind: "F", "FB" or "B".
+        forward, backward: the chunk graphs whose F (or B and W) nodes it holds, None where it holds none.
+        order: the instances, in the order in which the host issues them.
+    """
+
+    kind: str
+    forward: ChunkGraph | None
+    backward: ChunkGraph | None
+    order: tuple[Instance, ...]
+
+    stage = "plan"
+
+    def __str__(self) -> str:
+        return "\n".join(str(instance) for instance in self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGraph:
+    """A plan as an FX graph: one `call_module` a node instance, in plan order, and events for its cross-lane edges.
+
+    Attributes:
+        plan: what it was made from.
+        module: calls one submodule an instance; equal nodes share a submodule. The placeholders are the values that
+            are alive before the plan, the outputs those that are alive after it, named `f_<value>` and `b_<value>`.
+    """
+
+    plan: Plan
+    module: fx.GraphModule
+
+    stage = "plan"

@@ -1,0 +1,81 @@
+"""One microbatch in one form, whatever the user handed over.
+
+`as_microbatch` takes a tuple of positional arguments (a plain tuple), a dict of keyword arguments, a `Microbatch`, or
+one bare argument, and gives a `Microbatch`. `flatten` gives its leaves with their paths; keyword arguments are sorted
+by name, so that their order does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxoverlap import compat
+from fxoverlap.config import check_grad_scale
+from fxoverlap.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """The arguments of one call of the model.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        grad_scale: factor on this microbatch's loss before backward; None: the config's.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    grad_scale: float | torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.args, tuple):
+            raise ConfigError(f"Microbatch.args is a {type(self.args).__name__}; allowed: a tuple.")
+        if not isinstance(self.kwargs, Mapping) or not all(isinstance(key, str) for key in self.kwargs):
+            raise ConfigError(f"Microbatch.kwargs is {self.kwargs!r}; allowed: a dict with names as keys.")
+        if self.grad_scale is not None:
+            check_grad_scale("Microbatch.grad_scale", self.grad_scale)
+
+
+def as_microbatch(given: Any) -> Microbatch:
+    """The `Microbatch` that `given` means."""
+    if isinstance(given, Microbatch):
+        return given
+    if type(given) is tuple:
+        return Microbatch(given)
+    if type(given) is dict:
+        return Microbatch((), given)
+    return Microbatch((given,))
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """A microbatch taken apart.
+
+    Attributes:
+        values: the leaves, tensors and others, in a fixed order.
+        paths: where each one sits, such as `args[0]` or `kwargs['mask']`.
+        spec: the structure, comparable with `==`.
+    """
+
+    values: tuple[Any, ...]
+    paths: tuple[str, ...]
+    spec: Any
+
+
+def flatten(microbatch: Microbatch) -> Leaves:
+    """Take a microbatch apart; `unflatten` puts it together again."""
+    kwargs = {key: microbatch.kwargs[key] for key in sorted(microbatch.kwargs)}
+    with_paths, spec = compat.flatten_with_path((microbatch.args, kwargs))
+    paths = tuple(("args" if path.startswith("[0]") else "kwargs") + path[3:] for path, _ in with_paths)
+    return Leaves(tuple(value for _, value in with_paths), paths, spec)
+
+
+def unflatten(values: list[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of the microbatch that `flatten` took apart, with other leaves."""
+    args, kwargs = compat.unflatten(values, spec)
+    return args, kwargs

@@ -1,0 +1,8 @@
+"""The reference hybrid model and its layers."""
+
+from fxoverlap.models.attention import Attention
+from fxoverlap.models.hybrid import HybridModel
+from fxoverlap.models.mlp import MLP, SwiGLU
+from fxoverlap.models.moe import MoE
+
+__all__ = ["MLP", "Attention", "HybridModel", "MoE", "SwiGLU"]

@@ -1,0 +1,127 @@
+"""`Report`: what a transformation did to a model, printable and as a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan
+from fxoverlap.pipeline import PassRecord
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was captured and planned.
+
+    Attributes:
+        nodes: one row a schedule node: name, lane, ops, flops, bytes_sent (bytes), allocated, freed (bytes).
+        exchanges_per_microbatch: all-to-alls of one microbatch, forward and backward, counts included.
+        layers: number of logical layers.
+        modules: number of distinct node modules.
+        w_moved: W nodes that the FB plan runs later than right behind their B node.
+        variants: number of captured variants.
+        buffers_snapshot: FQNs of the buffers that are cloned for each microbatch.
+        assigned_attributes: FQNs of module attributes that forward assigns; a step does not update them.
+        passes: one row a pass: name, seconds, ops_before, ops_after.
+        warnings: what was asked for and had no effect.
+    """
+
+    nodes: tuple[Row, ...]
+    exchanges_per_microbatch: int
+    layers: int
+    modules: int
+    w_moved: int
+    variants: int
+    buffers_snapshot: tuple[str, ...] = ()
+    assigned_attributes: tuple[str, ...] = ()
+    passes: tuple[Row, ...] = ()
+    warnings: tuple[str, ...] = field(default_factory=tuple)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures by name, units as the class docstring says."""
+        return {name: _plain(getattr(self, name)) for name in self.__slots__}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.layers} logical layers, {len(self.nodes)} schedule nodes ({self.modules} distinct modules), "
+            f"{self.exchanges_per_microbatch} exchanges a microbatch, {self.w_moved} W nodes moved, "
+            f"{self.variants} variants captured",
+            f"{'node':28} {'lane':8} {'ops':>4} {'MFLOP':>10} {'KB sent':>10} {'KB made':>10}",
+        ]
+        for row in self.nodes:
+            lines.append(
+                f"{row['name']:28} {row['lane']:8} {row['ops']:4} {row['flops'] / 1e6:10.2f} "
+                f"{row['bytes_sent'] / 1e3:10.1f} {row['allocated'] / 1e3:10.1f}"
+            )
+        lines += [f"{row['name']}: {row['seconds']:.3f} s" for row in self.passes]
+        lines += [f"buffer cloned for each microbatch: {fqn}" for fqn in self.buffers_snapshot]
+        lines += [f"attribute assigned in forward, not updated by a step: {fqn}" for fqn in self.assigned_attributes]
+        lines += [f"warning: {text}" for text in self.warnings]
+        return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def make_report(
+    chunk: ChunkGraph,
+    plan: Plan,
+    records: Sequence[PassRecord],
+    variants: int,
+    snapshots: Sequence[str],
+    assigned: Sequence[str],
+    delay_wgrad: bool,
+) -> Report:
+    """The report of a chunk and its FB plan."""
+    moved = count_moved(plan.order)
+    warnings = []
+    has_weights = any(node.phase is Phase.W for node in chunk.nodes)
+    if delay_wgrad and has_weights and moved == 0:
+        warnings.append("delay_wgrad=True, but the schedule moved no W node: all run right behind their B node.")
+    exchanges = sum(node.lane is Lane.COMM for node in chunk.nodes)
+    if exchanges == 0:
+        warnings.append("No exchange was found in the model, so there is no communication to hide.")
+    return Report(
+        nodes=tuple(_row(node, chunk) for node in chunk.nodes),
+        exchanges_per_microbatch=exchanges,
+        layers=chunk.layers,
+        modules=len({id(module) for module in chunk.modules.values()}),
+        w_moved=moved,
+        variants=variants,
+        buffers_snapshot=tuple(snapshots),
+        assigned_attributes=tuple(assigned),
+        passes=tuple(
+            {"name": r.name, "seconds": r.seconds, "ops_before": r.ops_before, "ops_after": r.ops_after}
+            for r in records
+        ),
+        warnings=tuple(warnings),
+    )
+
+
+def _row(node: Any, chunk: ChunkGraph) -> Row:
+    cost = chunk.costs.get(node.name)
+    row: Row = {"name": node.name, "lane": node.lane.value, "ops": len(node.ops)}
+    for figure in ("flops", "bytes_sent", "allocated", "freed"):
+        row[figure] = getattr(cost, figure) if cost is not None else 0
+    return row
+
+
+def count_moved(order: Sequence[Instance]) -> int:
+    """The W nodes between which and the B node of the same layer and slot other nodes run."""
+    moved = 0
+    previous: dict[str, int] = {}
+    own = [i for i in order if i.mb == "B"]
+    position = {i.node.name: k for k, i in enumerate(order)}
+    for instance in own:
+        node = instance.node
+        if node.phase is not Phase.W:
+            previous[f"{node.layer}.{node.slot}"] = position[node.name]
+            continue
+        start = previous.get(f"{node.layer}.{node.slot}", -1)
+        between = order[start + 1 : position[node.name]]
+        moved += any(each.node.phase is not Phase.W for each in between)
+    return moved

@@ -1,0 +1,7 @@
+"""The runtime: runs fused graphs on the state of at most two microbatches, and delivers gradients."""
+
+from fxoverlap.runtime.executor import run
+from fxoverlap.runtime.program import Program, lower
+from fxoverlap.runtime.state import Layout, MicrobatchState
+
+__all__ = ["Layout", "MicrobatchState", "Program", "lower", "run"]

@@ -1,0 +1,32 @@
+"""Gradients to where the user looks for them: `.grad`, through hooks if there are any.
+
+A tensor with hooks gets its gradient through the autograd engine, so that tensor hooks, post-accumulate hooks and
+queued callbacks run as they do in eager. Without hooks it is assigned or added directly, which gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fxoverlap import compat
+
+
+def deliver(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    """Accumulate one microbatch's gradients of several leaf tensors, in order."""
+    if any(compat.has_tensor_hooks(target) for target in targets):
+        with torch.enable_grad():
+            torch.autograd.backward(targets, gradients)
+        return
+    for target, gradient in zip(targets, gradients, strict=True):
+        if target.grad is None:
+            target.grad = _own(gradient, target)
+        else:
+            target.grad.add_(gradient)
+
+
+def _own(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The gradient in the layout of its target, in a storage that nothing else uses."""
+    dense = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    if dense and gradient.stride() == target.stride() and not compat.shares_storage(gradient):
+        return gradient
+    return torch.empty_like(target, requires_grad=False).copy_(gradient)

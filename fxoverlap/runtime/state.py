@@ -1,0 +1,117 @@
+"""All that one microbatch has between its first F and its last W: one object, which dies when they are done.
+
+A `Layout` numbers the values of a chunk graph; a `MicrobatchState` holds one entry a value. Nothing else in the
+runtime keeps a tensor of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxoverlap.ir import ChunkGraph, GraphInput, InputKind, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Numbers for the values of a chunk graph.
+
+    Attributes:
+        index: value -> position in `MicrobatchState.values`.
+        bound: (position, input) for each graph input that some node reads.
+        snapshots: positions of the buffers that F writes and B or W reads: they are cloned when a microbatch begins.
+        loss: position of the loss.
+        outputs: positions of the other outputs.
+        mutations: (position of the new value, index of the buffer), in trace order.
+        gradients: (value, parameter or leaf input).
+    """
+
+    index: dict[str, int]
+    bound: tuple[tuple[int, GraphInput], ...]
+    snapshots: frozenset[int]
+    loss: int
+    outputs: tuple[int, ...]
+    mutations: tuple[tuple[int, int], ...]
+    gradients: tuple[tuple[str, GraphInput], ...]
+
+    @staticmethod
+    def of(chunk: ChunkGraph) -> Layout:
+        """The layout of a captured chunk graph."""
+        joint = chunk.joint
+        assert joint is not None
+        inputs = {each.value: each for each in joint.inputs}
+        values = dict.fromkeys([*inputs, *(value for node in chunk.nodes for value in node.writes)])
+        index = {value: i for i, value in enumerate(values)}
+        read = {value for node in chunk.nodes for value in node.reads}
+        read_late = {value for node in chunk.nodes if node.phase is not Phase.F for value in node.reads}
+        ends = {joint.loss, *joint.outputs, *(value for value, _ in joint.mutations)}
+        return Layout(
+            index=index,
+            bound=tuple((index[value], each) for value, each in inputs.items() if value in read | ends),
+            snapshots=frozenset(index[target] for _, target in joint.mutations if target in read_late),
+            loss=index[joint.loss],
+            outputs=tuple(index[value] for value in joint.outputs),
+            mutations=tuple((index[value], inputs[target].index) for value, target in joint.mutations),
+            gradients=tuple((value, inputs[target]) for value, target in joint.gradients),
+        )
+
+
+@dataclass(slots=True)
+class MicrobatchState:
+    """One microbatch in flight.
+
+    Attributes:
+        number: its position in the step.
+        layout: how `values` is numbered.
+        values: one entry a value; None where it is not alive.
+        params: the parameters, by `GraphInput.index`.
+        buffers: the buffers, likewise.
+        leaves: the tensors of the microbatch, likewise.
+    """
+
+    number: int
+    layout: Layout
+    values: list[Any]
+    params: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
+    leaves: Sequence[torch.Tensor]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def begin(
+        number: int,
+        layout: Layout,
+        params: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        constants: dict[str, torch.Tensor],
+        tangent: torch.Tensor,
+    ) -> MicrobatchState:
+        """Bind the graph's inputs."""
+        state = MicrobatchState(number, layout, [None] * len(layout.index), params, buffers, leaves, constants)
+        for position, each in layout.bound:
+            if each.kind is InputKind.PARAM:
+                value = params[each.index]
+            elif each.kind is InputKind.BUFFER:
+                value = buffers[each.index]
+            elif each.kind is InputKind.LEAF:
+                value = leaves[each.index]
+            elif each.kind is InputKind.CONSTANT:
+                value = constants[each.name]
+            else:
+                value = tangent
+            state.values[position] = value.clone() if position in layout.snapshots else value
+        return state
+
+    def target(self, kind: InputKind, index: int) -> torch.Tensor:
+        """The leaf tensor that a gradient belongs to."""
+        return self.params[index] if kind is InputKind.PARAM else self.leaves[index]
+
+    def commit(self) -> None:
+        """Write the new values of mutated buffers: once, at the end of F."""
+        for position, buffer in self.layout.mutations:
+            self.buffers[buffer].copy_(self.values[position])
+            self.values[position] = None

@@ -1,0 +1,96 @@
+"""Chunk graphs + a policy -> Plan.
+
+In:  the chunk graph whose F nodes run, the one whose B and W nodes run (either may be None), and the config.
+Out: a Plan that holds every F (B and W) node once, in a legal order.
+
+An order is legal if every value is made before it is read within its microbatch, and if nodes with effects keep
+their order. Raises UnsupportedError, naming the edge, for a policy whose order is not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from fxoverlap.config import OverlapConfig
+from fxoverlap.errors import UnsupportedError
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode
+from fxoverlap.schedule.policies import Order, megatron, sequential
+
+Policy = Callable[
+    [ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]
+]
+
+# Without a cost model "auto" takes the published order.
+BUILT_IN: dict[str, Policy] = {"sequential": sequential, "megatron": megatron, "auto": megatron}
+
+
+def build_plan(f: ChunkGraph | None, b: ChunkGraph | None, config: OverlapConfig) -> Plan:
+    """The plan of one fused step under `config.schedule`."""
+    policy = config.schedule if callable(config.schedule) else BUILT_IN[config.schedule]
+    costs: dict = {}
+    for chunk in (f, b):
+        costs |= chunk.costs if chunk is not None else {}
+    order = list(policy(f, b, costs, config))
+    _check_entries(order, f, b)
+    placed = {(node.name, mb) for node, mb in order}
+    if b is not None:
+        order += [(n, "B") for n in b.nodes if n.phase is Phase.W and (n.name, "B") not in placed]
+    kind = ("F" if f is not None else "") + ("B" if b is not None else "")
+    _check_complete(order, f, b)
+    for mb, chunk in (("F", f), ("B", b)):
+        if chunk is not None:
+            _check_legal([node for node, each in order if each == mb], chunk, mb)
+    return Plan(kind, f, b, tuple(Instance(node, mb) for node, mb in order))
+
+
+def _check_entries(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
+    known = {"F": _names(f, (Phase.F,)), "B": _names(b, (Phase.B, Phase.W, Phase.R))}
+    for entry in order:
+        if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], ScheduleNode)):
+            raise UnsupportedError(f'The policy returned {entry!r}; expected pairs of a ScheduleNode and "F" or "B".')
+        node, mb = entry
+        if mb not in known or node.name not in known[mb]:
+            raise UnsupportedError(
+                f"The policy placed {node.name} for microbatch {mb!r}, which has no such node. F nodes belong to "
+                f'microbatch "F", B and W nodes to "B".'
+            )
+
+
+def _names(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> set[str]:
+    return {node.name for node in chunk.nodes if node.phase in phases} if chunk is not None else set()
+
+
+def _check_complete(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
+    placed = Counter((node.name, mb) for node, mb in order)
+    twice = [name for name, count in placed.items() if count > 1]
+    if twice:
+        raise UnsupportedError(f"The policy placed {twice[0][0]} more than once; place every node once.")
+    needed = {(name, "F") for name in _names(f, (Phase.F,))} | {(name, "B") for name in _names(b, (Phase.B, Phase.R))}
+    missing = sorted(needed - set(placed))
+    if missing:
+        raise UnsupportedError(
+            f"The policy left out {', '.join(name for name, _ in missing)}; only W nodes may be left out."
+        )
+
+
+def _check_legal(order: list[ScheduleNode], chunk: ChunkGraph, mb: str) -> None:
+    made_by = {value: node.name for node in chunk.nodes for value in node.writes}
+    here = {node.name for node in order}
+    done: set[str] = set()
+    before = {later: earlier for earlier, later in chunk.effects}
+    for node in order:
+        for value in node.reads:
+            source = made_by.get(value)
+            if source in here and source not in done:
+                raise UnsupportedError(
+                    f"The policy's order is illegal for microbatch {mb!r}: {node.name} reads {value!r}, which {source} "
+                    f"makes later. Place {source} before {node.name}."
+                )
+        earlier = before.get(node.name)
+        if earlier in here and earlier not in done:
+            raise UnsupportedError(
+                f"The policy's order is illegal for microbatch {mb!r}: {node.name} must follow {earlier}, because both "
+                f"draw random numbers or have other effects. Place {earlier} before {node.name}."
+            )
+        done.add(node.name)

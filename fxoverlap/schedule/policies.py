@@ -1,0 +1,138 @@
+"""The built-in policies: functions that choose the order of the node instances of one fused step.
+
+A policy takes the chunk graph whose forward runs (or None), the chunk graph whose backward runs (or None), the costs
+by node name, and the config. It returns (node, "F" or "B") pairs in the order in which the host issues them. W nodes
+that it leaves out are flushed at the end. `plan.build_plan` checks the result.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from fxoverlap.config import OverlapConfig
+from fxoverlap.ir import ChunkGraph, CostTable, Phase, ScheduleNode, Slot
+
+Order = list[tuple[ScheduleNode, str]]
+
+
+def sequential(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
+    """No overlap: the backward of one microbatch, then the forward of the next, each in its own order."""
+    del costs, config
+    order: Order = []
+    if b is not None:
+        order += [(node, "B") for node in b.nodes if node.phase is not Phase.F]
+    if f is not None:
+        order += [(node, "F") for node in f.nodes if node.phase is Phase.F]
+    return order
+
+
+def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
+    """Megatron-Core's published order: layer i of the forward beside layer N-1-i of the backward.
+
+    The comm lane sees combine.B, dispatch.F, dispatch.B, combine.F; the compute lane sees pre_dispatch.F, experts.B,
+    experts.W, experts.F, pre_dispatch.B. The counts exchange is launched before combine.B, because a group's
+    exchanges queue up and the host reads the counts. W of pre_dispatch is computed one layer later, under combine.B;
+    that of the first layer comes last.
+    """
+    del costs, config
+    issue = _Issue(f, b)
+    issue.f(None, Slot.PRE_PROCESS)
+    issue.b(None, Slot.POST_PROCESS)
+    forward_layers = range(f.layers) if f is not None else []
+    backward_layers = reversed(range(b.layers)) if b is not None else []
+    for i, j in zip_longest(forward_layers, backward_layers):
+        if i is not None:
+            issue.f(i, Slot.PRE_DISPATCH)
+            issue.f(i, Slot.COUNTS)
+        if j is not None:
+            issue.b(j, Slot.POST_COMBINE)
+            issue.b(j, Slot.COMBINE)
+        if i is not None:
+            issue.f(i, Slot.PERMUTE)
+            issue.f(i, Slot.DISPATCH)
+        if j is not None:
+            issue.w_before(j)
+        if i is not None:
+            issue.f(i, Slot.SHARED)
+        if j is not None:
+            issue.b(j, Slot.EXPERTS)
+            issue.b(j, Slot.DISPATCH)
+            issue.b(j, Slot.SHARED)
+            issue.w(j, Slot.EXPERTS)
+            issue.w(j, Slot.SHARED)
+        if i is not None:
+            issue.f(i, Slot.EXPERTS)
+            issue.f(i, Slot.COMBINE)
+        if j is not None:
+            issue.b(j, Slot.PRE_DISPATCH)
+        if i is not None:
+            issue.f(i, Slot.POST_COMBINE)
+    issue.f(None, Slot.POST_PROCESS)
+    issue.b(None, Slot.PRE_PROCESS)
+    issue.rest()
+    return issue.order
+
+
+class _Issue:
+    """Appends nodes to an order, each behind what it needs; a node that a chunk does not have is skipped."""
+
+    def __init__(self, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
+        self._left = {"F": _nodes(f, (Phase.F,)), "B": _nodes(b, (Phase.B, Phase.W))}
+        self._needs = {"F": _needs(f), "B": _needs(b)}
+        self.order: Order = []
+
+    def f(self, layer: int | None, slot: Slot) -> None:
+        """Issue a forward node."""
+        self._issue("F", (layer, slot, Phase.F))
+
+    def b(self, layer: int | None, slot: Slot) -> None:
+        """Issue an input-gradient node."""
+        self._issue("B", (layer, slot, Phase.B))
+
+    def w(self, layer: int | None, slot: Slot) -> None:
+        """Issue a weight-gradient node."""
+        self._issue("B", (layer, slot, Phase.W))
+
+    def w_before(self, layer: int) -> None:
+        """Issue the weight gradients that are left of what the backward ran before this layer's experts."""
+        for key in list(self._left["B"]):
+            if key[2] is Phase.W and (
+                key[:2] in ((None, Slot.POST_PROCESS), (layer, Slot.POST_COMBINE))
+                or (key[0] is not None and key[0] > layer)
+            ):
+                self._issue("B", key)
+
+    def rest(self) -> None:
+        """Issue what no rule placed, other than W."""
+        for mb in ("B", "F"):
+            for key in list(self._left[mb]):
+                if key[2] is not Phase.W:
+                    self._issue(mb, key)
+
+    def _issue(self, mb: str, key: tuple) -> None:
+        node = self._left[mb].pop(key, None)
+        if node is None:
+            return
+        for need in self._needs[mb].get(node.name, ()):
+            self._issue(mb, need)
+        self.order.append((node, mb))
+
+
+def _nodes(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> dict[tuple, ScheduleNode]:
+    return {_key(n): n for n in chunk.nodes if n.phase in phases} if chunk is not None else {}
+
+
+def _key(node: ScheduleNode) -> tuple[int | None, Slot, Phase]:
+    return node.layer, node.slot, node.phase
+
+
+def _needs(chunk: ChunkGraph | None) -> dict[str, list[tuple]]:
+    """For each node, the nodes whose values it reads or whose effects it must follow."""
+    if chunk is None:
+        return {}
+    by_name = {node.name: node for node in chunk.nodes}
+    made_by = {value: node for node in chunk.nodes for value in node.writes}
+    needs = {node.name: [_key(made_by[v]) for v in node.reads if v in made_by] for node in chunk.nodes}
+    for earlier, later in chunk.effects:
+        needs[later].append(_key(by_name[earlier]))
+    return needs

@@ -1,0 +1,44 @@
+"""When a captured graph may be used again: the variant key.
+
+A capture bakes in what Python decided while tracing. The key holds all of it: structure and Python leaves of the
+microbatch, shapes, strides, dtypes and requires_grad of its tensors, the model's parameters and their requires_grad,
+train/eval modes, and the ambient autocast, default dtype and determinism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxoverlap.microbatch import Leaves
+
+Key = tuple[Any, ...]
+
+
+def leaf_key(value: Any) -> Any:
+    """What of one microbatch leaf a capture depends on."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad)
+    # repr tells True from 1 and 1.0 from 1, which compare equal.
+    return (type(value).__qualname__, repr(value))
+
+
+def model_key(model: nn.Module) -> Key:
+    """What of the model a capture depends on."""
+    params = tuple((name, id(p), p.requires_grad, tuple(p.shape), p.dtype) for name, p in model.named_parameters())
+    buffers = tuple((name, id(b), tuple(b.shape), b.dtype) for name, b in model.named_buffers())
+    modes = tuple(module.training for module in model.modules())
+    return params, buffers, modes
+
+
+def ambient_key() -> Key:
+    """What of the surroundings a capture depends on."""
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+
+
+def microbatch_key(leaves: Leaves) -> Key:
+    """What of a microbatch a capture depends on."""
+    return leaves.spec, tuple(leaf_key(value) for value in leaves.values)

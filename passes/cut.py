@@ -1,0 +1,226 @@
+"""Chunk pass `cut`: group the ops of a partitioned joint graph into schedule nodes.
+
+In:  JointGraph after `exchanges`, `layers`, `partition`.
+Out: ChunkGraph with F and B nodes, in an order in which one microbatch alone may run.
+
+Steps:
+1. Place every op on a stage of its phase's chain (`chain`, `place`).
+2. Each stage is one compute node; each exchange's launches are one comm node.
+3. A branch with real work that no launch of its layer needs becomes the movable node `shared`.
+4. A view that another node reads is made again there, so that its base crosses instead of an alias.
+5. What a node reads and writes is computed from the ops: nothing is listed by hand.
+
+Raises UnsupportedError: an exchange needs what comes after it; the nodes form a cycle (names its members).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import fx
+
+from fxoverlap.config import OverlapConfig
+from fxoverlap.errors import UnsupportedError
+from fxoverlap.ir import META, ChunkGraph, JointGraph, Lane, Phase, Role, ScheduleNode, Slot
+from fxoverlap.passes import op_facts
+from fxoverlap.passes.chain import Chain, backward_chain, forward_chain
+from fxoverlap.passes.place import Placement, phase_ops, place_backward, place_forward
+from fxoverlap.passes.sizes import Sizes
+
+Key = tuple[int | None, Slot, Phase]
+"""(logical layer, slot, phase): which schedule node an op belongs to."""
+
+Assignment = dict[fx.Node, Key]
+
+COMM_SLOT = {Role.COUNTS: Slot.COUNTS, Role.DISPATCH: Slot.DISPATCH, Role.COMBINE: Slot.COMBINE}
+COMM_SLOTS = frozenset(COMM_SLOT.values())
+
+SHARED_SHARE = 0.08
+"""A branch is movable if it does at least this share of the work between its layer's exchanges. A shared expert beside
+eight routed ones does 1/9; a router's matrix product usually under 1/50."""
+
+
+def cut(joint: JointGraph, config: OverlapConfig) -> ChunkGraph:
+    """Cut a joint graph into schedule nodes."""
+    del config
+    sizes = Sizes(joint)
+    forward = forward_chain(joint)
+    backward = backward_chain(forward)
+    placed_forward = place_forward(joint, forward, sizes)
+    placed_backward = place_backward(joint, backward, placed_forward, sizes)
+    keys = _stage_keys(placed_forward, forward) | _stage_keys(placed_backward, backward)
+    _assign_launches(joint, forward, keys)
+    for chain, placed in ((forward, placed_forward), (backward, placed_backward)):
+        ranges = _gated_ranges(chain, forward)
+        _assign_shared(phase_ops(joint, chain.phase), ranges, placed, keys, sizes)
+    remake_views(joint, keys)
+    order = [*_key_order(forward), *_key_order(backward)]
+    nodes = make_nodes(joint, keys, order)
+    layers = 1 + max((node.layer for node in nodes if node.layer is not None), default=-1)
+    return ChunkGraph(joint, nodes, _effects(joint, nodes), layers)
+
+
+cut.stage = "chunk"  # type: ignore[attr-defined]
+
+
+def _stage_keys(placed: Placement, chain: Chain) -> Assignment:
+    stages = chain.stages
+    return {node: (stages[i].layer, stages[i].slot, chain.phase) for node, i in placed.items()}
+
+
+def _assign_launches(joint: JointGraph, forward: Chain, keys: Assignment) -> None:
+    """Move launches out of their stages into comm nodes of their own."""
+    by_name = {node.name: node for node in joint.module.graph.nodes}
+    for exchange in joint.exchanges:
+        layer = forward.stages[forward.gates[exchange.index]].layer
+        for name in exchange.launches:
+            keys[by_name[name]] = (layer, COMM_SLOT[exchange.role], exchange.phase)
+
+
+def _assign_shared(
+    nodes: list[fx.Node],
+    ranges: list[tuple[int | None, int, int]],
+    placed: Placement,
+    keys: Assignment,
+    sizes: Sizes,
+) -> None:
+    """Make a node `shared` of the real work of a MoE layer that its launches do not need but later stages do."""
+    for layer, first, last in ranges:
+        region = {node for node in nodes if first <= placed[node] < last and not op_facts.is_launch(node)}
+        launches = [node for node in nodes if keys[node][0] == layer and keys[node][1] in COMM_SLOTS]
+        needed = op_facts.ancestors([source for launch in launches for source in launch.all_input_nodes], region)
+        free = region - needed
+        heavy = {node for node in free if op_facts.is_heavy(node) and _reaches(node, last, placed)}
+        branch = op_facts.descendants(heavy, free)
+        branch |= _only_for(branch, free)
+        work = sum(sizes.flops(node) for node in branch)
+        is_worth_it = work >= SHARED_SHARE * sum(sizes.flops(node) for node in region)
+        # A draw or a collective has its place in the order of effects, so a branch that holds one is not movable.
+        if is_worth_it and not any(op_facts.has_effect(node) for node in branch):
+            keys.update({node: (layer, Slot.SHARED, op_facts.tag(node).phase) for node in branch})
+
+
+def _gated_ranges(chain: Chain, forward: Chain) -> list[tuple[int | None, int, int]]:
+    """For each MoE layer, (layer, first stage, last stage): what its exchanges span in the chain."""
+    ranges: dict[int | None, tuple[int, int]] = {}
+    for exchange, gate in sorted(chain.gates.items(), key=lambda item: item[1]):
+        layer = forward.stages[forward.gates[exchange]].layer
+        first, _ = ranges.get(layer, (gate, gate))
+        ranges[layer] = (first, gate + 1)
+    return [(layer, first, last) for layer, (first, last) in ranges.items()]
+
+
+def _reaches(node: fx.Node, stage: int, placed: Placement) -> bool:
+    """Whether an op of the same phase at `stage` or later needs this one."""
+    seen, stack = set(), [node]
+    while stack:
+        for user in stack.pop().users:
+            if user in placed and user not in seen:
+                if placed[user] >= stage:
+                    return True
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _only_for(branch: set[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
+    """The ops of `within` that only `branch` reads, directly or through one another."""
+    found: set[fx.Node] = set()
+    for node in sorted(within - branch, reverse=True):
+        if node.users and all(user in branch or user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def remake_views(joint: JointGraph, keys: Assignment) -> None:
+    """Copy each view into the nodes that read it, the view that a view is made of included."""
+    graph = joint.module.graph
+    results = {value for value, _ in (*joint.gradients, *joint.mutations)} | {joint.loss, *joint.outputs}
+    for node in reversed(list(op_facts.ops(graph))):
+        if not op_facts.is_free_view(node):
+            continue
+        copies: dict[Key, fx.Node] = {}
+        for user in list(node.users):
+            if user.op == "output" or keys[user] == keys[node] or keys[user][1] in COMM_SLOTS:
+                continue
+            if keys[user] not in copies:
+                with graph.inserting_after(node):
+                    copy = graph.node_copy(node)
+                keys[copy] = keys[user]
+                copy.meta = {**node.meta, META: replace(op_facts.tag(node), phase=keys[user][2])}
+                copies[keys[user]] = copy
+            user.replace_input_with(node, copies[keys[user]])
+        if not node.users and node.name not in results:
+            graph.erase_node(node)
+            del keys[node]
+
+
+def _key_order(chain: Chain) -> list[Key]:
+    """The keys of one phase in an order in which they may run."""
+    order: list[Key] = []
+    phase = chain.phase
+    gates = sorted((gate, exchange) for exchange, gate in chain.gates.items())
+    for position, stage in enumerate(chain.stages):
+        order.append((stage.layer, stage.slot, phase))
+        if not any(gate == position for gate, _ in gates):
+            continue
+        following = chain.stages[position + 1]
+        slot = {Slot.PERMUTE: Slot.COUNTS}.get(following.slot)
+        if slot is None:
+            before_experts = (following.slot is Slot.EXPERTS) == (phase is Phase.F)
+            slot = Slot.DISPATCH if before_experts else Slot.COMBINE
+        layer = following.layer if phase is Phase.B else stage.layer
+        order.append((layer, slot, phase))
+        order.append((layer, Slot.SHARED, phase))
+    return order
+
+
+def make_nodes(joint: JointGraph, keys: Assignment, order: Iterable[Key]) -> tuple[ScheduleNode, ...]:
+    """Schedule nodes in dependency order, ties in the order of `order`; only those that hold ops.
+
+    Raises UnsupportedError if the nodes form a cycle.
+    """
+    members: dict[Key, list[fx.Node]] = {key: [] for key in order}
+    for node in op_facts.ops(joint.module.graph):
+        members[keys[node]].append(node)
+    nodes = {key: _schedule_node(key, ops) for key, ops in members.items() if ops}
+    made_by = {value: node.name for node in nodes.values() for value in node.writes}
+    done: set[str] = set()
+    sorted_nodes: list[ScheduleNode] = []
+    left = list(nodes.values())
+    while left:
+        ready = next((n for n in left if all(made_by.get(v, n.name) in done | {n.name} for v in n.reads)), None)
+        if ready is None:
+            raise UnsupportedError(
+                f"The schedule nodes {', '.join(node.name for node in left)} need one another's results in a circle. "
+                f"A layer's parts must run in one order; check that the layers glob matches whole layers."
+            )
+        left.remove(ready)
+        done.add(ready.name)
+        sorted_nodes.append(ready)
+    return tuple(sorted_nodes)
+
+
+def _schedule_node(key: Key, ops: list[fx.Node]) -> ScheduleNode:
+    own = set(ops)
+    reads = dict.fromkeys(source.name for node in ops for source in node.all_input_nodes if source not in own)
+    writes = tuple(node.name for node in ops if any(user not in own for user in node.users))
+    layer, slot, phase = key
+    lane = Lane.COMM if slot in COMM_SLOTS else Lane.COMPUTE
+    return ScheduleNode(layer, slot, phase, lane, tuple(node.name for node in ops), tuple(reads), writes)
+
+
+def _effects(joint: JointGraph, nodes: tuple[ScheduleNode, ...]) -> tuple[tuple[str, str], ...]:
+    """Consecutive nodes that draw random numbers or have other effects must keep their order."""
+    by_name = {node.name: node for node in joint.module.graph.nodes}
+    exchanges = {name for each in joint.exchanges for name in (*each.launches, *each.waits)}
+
+    def acts(name: str) -> bool:
+        node = by_name[name]
+        mutable = op_facts.schema(node)
+        other = op_facts.is_collective(node) and name not in exchanges and not op_facts.is_wait(node)
+        return op_facts.is_random(node) or other or (mutable is not None and mutable.is_mutable)
+
+    acting = [node.name for node in nodes if any(acts(name) for name in node.ops)]
+    return tuple(zip(acting, acting[1:], strict=False))

@@ -1,0 +1,100 @@
+"""Plan pass `fuse`: lower a plan to an FX graph with one call a node instance, in plan order.
+
+In:  Plan over chunk graphs with modules.
+Out: FusedGraph. Its placeholders are the values that are alive before the step: graph inputs, and for the backward's
+     microbatch what its forward saved. Its outputs are the values that are alive after it. Calls carry their
+     `Instance`, values their `ValueRef`; names are `f_<value>` and `b_<value>`.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx, nn
+
+from fxoverlap.config import OverlapConfig
+from fxoverlap.ir import META, ChunkGraph, FusedGraph, Instance, Phase, Plan, ValueRef
+
+
+def fuse(plan: Plan, config: OverlapConfig) -> FusedGraph:
+    """Build the fused graph of a plan."""
+    del config
+    graph, root, names = fx.Graph(), nn.Module(), _ModuleNames()
+    env = {ref: _placeholder(graph, ref) for ref in _alive_before(plan)}
+    for instance in plan.order:
+        chunk = _chunk(plan, instance.mb)
+        module = chunk.modules[instance.node.name]
+        target = names.of(module, instance)
+        root.add_module(target, module)
+        args = tuple(env[ValueRef(instance.mb, value)] for value in instance.node.reads)
+        call = graph.create_node("call_module", target, args, name=_name(instance.mb, instance.node.name))
+        call.meta[META] = instance
+        for position, value in enumerate(instance.node.writes):
+            ref = ValueRef(instance.mb, value)
+            env[ref] = graph.create_node("call_function", operator.getitem, (call, position), name=_name(ref.mb, value))
+            env[ref].meta[META] = ref
+    graph.output(tuple(env[ref] for ref in _alive_after(plan)))
+    return FusedGraph(plan, fx.GraphModule(root, graph, "FusedGraph"))
+
+
+fuse.stage = "plan"  # type: ignore[attr-defined]
+
+
+class _ModuleNames:
+    """Names for shared modules: slot and phase, with a number where structures differ."""
+
+    def __init__(self) -> None:
+        self._by_module: dict[int, str] = {}
+        self._count: dict[str, int] = {}
+
+    def of(self, module: fx.GraphModule, instance: Instance) -> str:
+        if id(module) not in self._by_module:
+            base = f"{instance.node.slot.value}_{instance.node.phase.value}"
+            number = self._count.get(base, 0)
+            self._count[base] = number + 1
+            self._by_module[id(module)] = f"{base}_{number}" if number else base
+        return self._by_module[id(module)]
+
+
+def _chunk(plan: Plan, mb: str) -> ChunkGraph:
+    chunk = plan.forward if mb == "F" else plan.backward
+    assert chunk is not None
+    return chunk
+
+
+def _name(mb: str, text: str) -> str:
+    return f"{mb.lower()}_{text.replace('.', '_')}"
+
+
+def _placeholder(graph: fx.Graph, ref: ValueRef) -> fx.Node:
+    node = graph.create_node("placeholder", _name(ref.mb, ref.value), name=_name(ref.mb, ref.value))
+    node.meta[META] = ref
+    return node
+
+
+def _alive_before(plan: Plan) -> list[ValueRef]:
+    made = {ValueRef(i.mb, value) for i in plan.order for value in i.node.writes}
+    read = dict.fromkeys(ValueRef(i.mb, value) for i in plan.order for value in i.node.reads)
+    return [ref for ref in read if ref not in made]
+
+
+def _alive_after(plan: Plan) -> list[ValueRef]:
+    """What is handed on: what the backward will read, the results of the forward, and gradients."""
+    alive: dict[ValueRef, None] = {}
+    for instance in plan.order:
+        chunk = _chunk(plan, instance.mb)
+        kept = kept_after_forward(chunk) if instance.mb == "F" else {value for value, _ in _gradients(chunk)}
+        alive |= dict.fromkeys(ValueRef(instance.mb, value) for value in instance.node.writes if value in kept)
+    return list(alive)
+
+
+def kept_after_forward(chunk: ChunkGraph) -> set[str]:
+    """The values of F nodes that are needed when F is done."""
+    kept = {value for node in chunk.nodes if node.phase is not Phase.F for value in node.reads}
+    if chunk.joint is not None:
+        kept |= {chunk.joint.loss, *chunk.joint.outputs, *(value for value, _ in chunk.joint.mutations)}
+    return kept
+
+
+def _gradients(chunk: ChunkGraph) -> tuple[tuple[str, str], ...]:
+    return chunk.joint.gradients if chunk.joint is not None else ()

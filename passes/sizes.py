@@ -1,0 +1,101 @@
+"""Bytes and floating point operations of the ops of a joint graph, with balanced routing for unknown sizes.
+
+A size that only the data decides is a symbol. Where a formula needs a number, the rows that an exchange brings are
+taken to be as many as it sends: balanced routing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+import fxoverlap.ops  # noqa: F401  (defines the ops whose formulas stand here)
+from fxoverlap import compat
+from fxoverlap.ir import JointGraph
+from fxoverlap.passes import op_facts
+
+# Formulas for ops that torch has none for. Multiply-adds count twice, as in torch's own.
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+@register_flop_formula(torch.ops.fxoverlap.grouped_mm)
+def _grouped_mm(x: Any, w: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * x[0] * w[1] * w[2]
+
+
+@register_flop_formula(torch.ops.fxoverlap.grouped_mm_wgrad)
+def _grouped_mm_wgrad(x: Any, g: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * x[0] * x[1] * g[1]
+
+
+class Sizes:
+    """Sizes of one joint graph."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self._hints = _balanced(joint)
+
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape, with balanced numbers for symbols."""
+        return tuple(compat.size_hint(size, self._hints) for size in tensor.shape)
+
+    def of(self, node: fx.Node) -> int:
+        """Bytes of the tensor (or tensors) that a node makes; 0 for numbers."""
+        value = node.meta.get("val")
+        values = value if isinstance(value, (tuple, list)) else [value]
+        return sum(self.bytes(each) for each in values if isinstance(each, torch.Tensor))
+
+    def bytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of a tensor's elements."""
+        return math.prod(self.shape(tensor)) * tensor.element_size()
+
+    def flops(self, node: fx.Node) -> int:
+        """Floating point operations by torch's flop formulas; 0 for ops without one (elementwise, views)."""
+        formula = flop_registry.get(_packet(node))
+        if formula is None:
+            return 0
+        args = fx.node.map_arg(node.args, self._on_meta)
+        kwargs = fx.node.map_arg(node.kwargs, self._on_meta)
+        return int(formula(*args, **kwargs, out_val=self._on_meta(node)))
+
+    def _on_meta(self, node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return torch.empty(self.shape(value), dtype=value.dtype, device="meta")
+        if isinstance(value, (tuple, list)):
+            return tuple(
+                torch.empty(self.shape(v), dtype=v.dtype, device="meta") if isinstance(v, torch.Tensor) else v
+                for v in value
+            )
+        return compat.size_hint(value, self._hints) if isinstance(value, torch.SymInt) else value
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _balanced(joint: JointGraph) -> Mapping[Any, int]:
+    """A number for each symbol: an exchange brings as many rows as it sends."""
+    by_name = {node.name: node for node in joint.module.graph.nodes}
+    hints: dict[Any, int] = {}
+    for exchange in joint.exchanges:
+        launch = by_name[exchange.launches[0]]
+        rows_out, rows_in = launch.meta["val"].shape[0], launch.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
+        sent = compat.size_hint(rows_in, hints)
+        symbols = compat.free_symbols(rows_out) - set(hints)
+        for i, symbol in enumerate(sorted(symbols, key=str)):
+            hints[symbol] = sent // len(symbols) + (i < sent % len(symbols))
+    return hints

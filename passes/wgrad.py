@@ -1,0 +1,102 @@
+"""Chunk pass `wgrad`: split every backward node into B, what others wait for, and W, what nothing upstream needs.
+
+In:  ChunkGraph whose backward nodes are all B.
+Out: the same ops, in B and W nodes of the same layers and slots. With `delay_wgrad=False` nothing changes.
+
+A backward op is B if it reaches a backward exchange, the gradient of a microbatch leaf, or an op of an earlier
+physical layer, by a path that does not use an accumulation of a parameter's gradient. All others are W. So every
+operator is split, not only linear layers; the first layer has a B; the weight gradient of a tied head is W although
+the embedding adds to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from fxoverlap import compat
+from fxoverlap.config import OverlapConfig
+from fxoverlap.ir import ChunkGraph, InputKind, JointGraph, Phase, Slot
+from fxoverlap.passes import op_facts
+from fxoverlap.passes.cut import Assignment, Key, make_nodes, remake_views
+
+
+def wgrad(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
+    """Split W off B."""
+    joint = chunk.joint
+    if not config.delay_wgrad or joint is None:
+        return chunk
+    by_name = {node.name: node for node in joint.module.graph.nodes}
+    keys: Assignment = {by_name[op]: (n.layer, n.slot, n.phase) for n in chunk.nodes for op in n.ops}
+    backward = [node for node in op_facts.ops(joint.module.graph) if keys[node][2] is Phase.B]
+    needed = _needed_upstream(joint, backward, keys)
+    for node in backward:
+        if node not in needed:
+            layer, slot, _ = keys[node]
+            keys[node] = (layer, Slot.SHARED if _belongs_to_shared(node, keys) else slot, Phase.W)
+    remake_views(joint, keys)
+    order: list[Key] = []
+    for node in chunk.nodes:
+        order.append((node.layer, node.slot, node.phase))
+        if node.phase is Phase.B:
+            order.append((node.layer, node.slot, Phase.W))
+            order.append((node.layer, Slot.SHARED, Phase.W))
+    return replace(chunk, nodes=make_nodes(joint, keys, order))
+
+
+wgrad.stage = "chunk"  # type: ignore[attr-defined]
+
+
+def _needed_upstream(joint: JointGraph, backward: list[fx.Node], keys: Assignment) -> set[fx.Node]:
+    """The backward ops that are B."""
+    sums = _parameter_sums(joint)
+    layer = _layers(joint, backward, keys)
+    leaves = {each.value for each in joint.inputs if each.kind is InputKind.LEAF}
+    leaf_gradients = {value for value, target in joint.gradients if target in leaves}
+    starts = [
+        node
+        for node in backward
+        if op_facts.is_launch(node)
+        or op_facts.has_effect(node)
+        or node.name in leaf_gradients
+        or any(user in layer and user not in sums and layer[user] < layer[node] for user in node.users)
+    ]
+    return op_facts.ancestors(starts, set(backward))
+
+
+def _parameter_sums(joint: JointGraph) -> set[fx.Node]:
+    """The ops that add up the contributions to one parameter's gradient."""
+    by_name = {node.name: node for node in joint.module.graph.nodes}
+    params = {each.value for each in joint.inputs if each.kind is InputKind.PARAM}
+    found: set[fx.Node] = set()
+    stack = [by_name[value] for value, target in joint.gradients if target in params]
+    while stack:
+        node = stack.pop()
+        if compat.is_gradient_accumulation(node):
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _layers(joint: JointGraph, backward: list[fx.Node], keys: Assignment) -> dict[fx.Node, int]:
+    """The physical layer of each backward op: -1 before the layers, their number behind them.
+
+    An op without a label has the layer of its input that is farthest back.
+    """
+    layer: dict[fx.Node, int] = {}
+    for node in backward:
+        label = op_facts.tag(node).layer
+        if keys[node][1] is Slot.PRE_PROCESS:
+            layer[node] = -1
+        elif label is not None:
+            layer[node] = label
+        else:
+            inputs = (layer[source] for source in node.all_input_nodes if source in layer)
+            layer[node] = min(inputs, default=len(joint.physical))
+    return layer
+
+
+def _belongs_to_shared(node: fx.Node, keys: Assignment) -> bool:
+    """Whether a weight gradient is that of the branch `shared`: it reads what that branch made."""
+    return keys[node][1] is not Slot.PRE_DISPATCH and any(source in keys and keys[source][1] is Slot.SHARED for source in node.all_input_nodes)

@@ -1,0 +1,107 @@
+"""The command line: each command in its smallest form, the keys of its JSON, and what it says when it cannot go on."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxoverlap import cli, launch
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--pattern", "[*E]", "--tokens", "16", "--repeats", "1"]
+
+
+def _figures(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Run a command with `--json -` and read the last line it printed."""
+    assert cli.main([*arguments, "--json", "-"]) == 0
+    figures: dict[str, Any] = json.loads(capfd.readouterr().out.splitlines()[-1])
+    return figures
+
+
+def test_demo(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["demo", "--steps", "3", "--pattern", "[*E]", "--out", str(tmp_path), "--json", "-"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    figures = json.loads(lines[-1])
+    assert set(figures) >= {
+        *("bitwise_equal", "ranks", "steps", "loss_first", "loss_last", "eager_ms", "fused_ms", "overlap_pct")
+    }
+    assert figures["bitwise_equal"] is True
+    assert (figures["ranks"], figures["steps"]) == (2, 3)
+    assert figures["loss_last"] < figures["loss_first"]
+    assert figures["exchanges_a_microbatch"] == 4
+    assert sum(line.split()[:1] in (["0"], ["1"], ["2"]) for line in lines) == 3  # a line a step
+    assert not any("\r" in line for line in lines)  # a bar on a terminal only
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fused_graph.py", "golden.txt", "report.txt"]
+
+
+def test_explain(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "explain.json"
+    assert cli.main(["explain", "--pattern", "[*E]", "--json", str(path)]) == 0
+    printed = capfd.readouterr().out
+    assert "experts.B" in printed and "dispatch.F" in printed
+    assert json.loads(path.read_text())["golden"] in printed
+
+
+def test_bench_two_hosts(capfd: pytest.CaptureFixture[str]) -> None:
+    figures = _figures(capfd, "bench", "two-hosts", "--microbatches", "3", *SMALL)
+    assert set(figures) >= {
+        *("shaped", "rate", "microbatches", "bitwise_equal", "eager_ms", "sequential_ms", "fused_ms", "compute_ms"),
+        *("comm_ms", "overlap_pct", "overlap_step_pct"),
+    }
+    assert figures["bitwise_equal"] is True
+    assert figures["all_to_alls"] == 3 * 5
+
+
+def test_bench_overhead(capfd: pytest.CaptureFixture[str]) -> None:
+    figures = _figures(capfd, "bench", "overhead", "--microbatches", "2", "--hidden", "32", "16", *SMALL)
+    assert set(figures) >= {"eager_ms", "fused_ms"}
+    assert [width["hidden"] for width in figures["widths"]] == [32, 16]
+    assert figures["bitwise_equal"] is True
+
+
+def test_bench_transform(capfd: pytest.CaptureFixture[str]) -> None:
+    figures = _figures(capfd, "bench", "transform", "--layers", "2")
+    assert set(figures) >= {"layers", "transform_s", "nodes"}
+    assert figures["layers"] == 2 and figures["nodes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["demo", "--pattern", "[*E"], '"[" without a "]"'),
+        (["demo", "--steps", "0"], "expected at least 1, got 0"),
+        (["bench"], "WHAT"),
+    ],
+)
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted: every rank was ended"),
+        (launch.LaunchError("rank 1 of 2 failed", 1), 1, "LaunchError: rank 1 of 2 failed"),
+    ],
+)
+def test_one_clear_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, said: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fxoverlap.demo.launch", fail)
+    assert cli.main(["demo"]) == status
+    assert said in capsys.readouterr().err
+
+
+def test_every_package_is_installed() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    inside = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "fxoverlap").rglob("__init__.py")}
+    beside = {f"fxoverlap.{name}" for name in ("passes", "benchmarks")}
+    assert listed == inside | beside
