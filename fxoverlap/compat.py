@@ -75,6 +75,31 @@ def non_strict_tracing() -> Iterator[None]:
         compiler._is_compiling_flag = previous
 
 
+_COMPOSITES = ("dropout.default", "matmul.default", "lstm.input", "lstm.data", "gru.input", "gru.data")
+
+
+@contextlib.contextmanager
+def eager_composites() -> Iterator[None]:
+    """Trace what eager computes where torch registers a Python decomposition that computes otherwise.
+
+    On a CPU, eager's dropout multiplies by a mask that was divided by 1 - p; the decomposition multiplies by the mask,
+    then by 1 / (1 - p), which rounds differently.
+    """
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    removed = []
+    for name in _COMPOSITES:
+        packet, overload = name.split(".")
+        op: Any = getattr(getattr(torch.ops.aten, packet), overload)
+        removed.append((op, {key: op.py_kernels.pop(key) for key in keys if key in op.py_kernels}))
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernels in removed:
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
 def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> fx.GraphModule:
     """The joint forward/backward ATen graph of `module(*args)`, functional, with descriptors on its ends.
 
@@ -85,6 +110,7 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(preserve_node_meta())
         stack.enter_context(non_strict_tracing())
+        stack.enter_context(eager_composites())
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 

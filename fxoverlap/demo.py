@@ -112,7 +112,8 @@ def _train(rank: int, settings: Settings) -> dict[str, Any]:
         "speed_ratio": statistics.median(e / f for e, f in zip(eager_ms, fused_ms, strict=True)),
         "overlap_pct": fused_pct,
         "eager_overlap_pct": eager_pct,
-        "exchanges_a_microbatch": tokens / settings.microbatches,
+        "exchanges_a_microbatch": tokens // settings.microbatches,
+        "counts_a_microbatch": (len(exchanges) - tokens) // settings.microbatches,
         "pattern": settings.pattern,
         "dump": settings.out,
     }
@@ -194,7 +195,8 @@ def _summary(figures: dict[str, Any]) -> str:
         if figures["bitwise_equal"]
         else "NO: losses, parameters or buffers differ",
         "loss": f"{figures['loss_first']:.4f} -> {figures['loss_last']:.4f} in {figures['steps']} steps",
-        "exchanges a microbatch": f"{figures['exchanges_a_microbatch']:g}",
+        "exchanges a microbatch": f"{figures['exchanges_a_microbatch']} of tokens, "
+        f"{figures['counts_a_microbatch']} of counts",
         "median step": f"eager {figures['eager_ms']:.1f} ms, fused {figures['fused_ms']:.1f} ms, "
         f"speed ratio {figures['speed_ratio']:.2f}",
         "overlap": "nothing to overlap: no exchange"

@@ -99,7 +99,7 @@ def backward_chain(forward: Chain) -> Chain:
         if forward.stages[gate + 1].slot is not Slot.PERMUTE:
             chain.gates[exchange] = position[gate + 1]
     layers = sorted(forward.entry, key=lambda layer: forward.entry[layer])
-    ends = [*(forward.entry[layer] - 1 for layer in layers[1:]), forward.last - 1]
+    ends = [*(forward.entry[layer] - 1 for layer in layers[1:]), forward.last - 1][: len(layers)]
     for layer, end in zip(layers, ends, strict=True):
         # Layers that share a stage share its position.
         chain.entry[layer] = position[max(end, forward.entry[layer])]

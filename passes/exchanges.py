@@ -58,7 +58,7 @@ class _Found:
 def _exchange(found: _Found) -> Exchange:
     waits = []
     for launch in found.launches:
-        readers = list(launch.users)
+        readers = [user for user in launch.users if not op_facts.is_size(user)]
         if len(readers) != 1 or not op_facts.is_wait(readers[0]):
             raise UnsupportedError(
                 f"The {found.role.value} launch {launch.name} must be read by exactly one wait_tensor, found "
@@ -80,12 +80,15 @@ def group_name(launch: fx.Node) -> str:
 
 
 def splits(launch: fx.Node) -> Splits:
-    """(sizes received, sizes sent) of a launch, comparable: the nodes that hold them, or the numbers."""
+    """(sizes received, sizes sent) of a launch, comparable: the tensors that hold them, or the sizes as expressions.
+
+    Expressions and not nodes, because the backward may make the same size again by another op.
+    """
 
     def key(arg: Any) -> Any:
         if isinstance(arg, fx.Node):
             return op_facts.storage_root(arg)
-        return tuple(arg)
+        return tuple(str(size.meta["val"] if isinstance(size, fx.Node) else size) for size in arg)
 
     return key(launch.args[1]), key(launch.args[2])
 

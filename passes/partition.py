@@ -4,7 +4,9 @@ In:  JointGraph with ops tagged as the tracer ran them.
 Out: the same graph, in an order in which all F ops come before all B ops:
      - dead ops are gone, but no collective, random draw, write or assertion is;
      - `detach` is erased, so that aliases are seen as what they are;
-     - sizes that only need F values are F ops, so that a size crosses to B instead of a tensor;
+     - a size is computed once, by the first op that gives it, so that a number crosses instead of a tensor, and
+       nothing asks a tensor in flight for its size;
+     - sizes that only need F values are F ops;
      - no F op reads a B op.
 
 Raises UnsupportedError: the backward draws random numbers.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from fxoverlap.config import OverlapConfig
@@ -28,6 +31,7 @@ def partition(joint: JointGraph, config: OverlapConfig) -> JointGraph:
     del config
     graph = joint.module.graph
     joint = _renamed(joint, _erase_detach(graph))
+    _compute_sizes_once(graph)
     _drop_dead(graph)
     for node in op_facts.ops(graph):
         tag = op_facts.tag(node)
@@ -81,6 +85,24 @@ def _renamed(joint: JointGraph, stands_for: dict[str, str]) -> JointGraph:
         mutations=tuple((new(value), target) for value, target in joint.mutations),
         gradients=tuple((new(value), target) for value, target in joint.gradients),
     )
+
+
+def _compute_sizes_once(graph: fx.Graph) -> None:
+    """Let one op stand for all that give the same size, or the same expression of sizes."""
+    first: dict[str, fx.Node] = {}
+    for node in list(op_facts.ops(graph)):
+        if not isinstance(node.meta.get("val"), torch.SymInt):
+            continue
+        known = first.setdefault(str(node.meta["val"]), node)
+        if known is not node and op_facts.is_size(node):
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
+    for node in list(op_facts.ops(graph)):
+        if op_facts.is_size(node) and any(op_facts.is_launch(source) for source in node.all_input_nodes):
+            launch = node.all_input_nodes[0]
+            wait = next(user for user in launch.users if op_facts.is_wait(user))
+            wait.append(node)
+            node.replace_input_with(launch, wait)
 
 
 def _drop_dead(graph: fx.Graph) -> None:

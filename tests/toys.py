@@ -1,0 +1,141 @@
+"""Small models and comparisons that several test files use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+
+import fxoverlap as fxo
+from fxoverlap.models import HybridModel
+
+TOY = {"dim": 16, "vocab_size": 32, "heads": 2, "kv_heads": 1, "num_experts": 4, "expert_dim": 8, "top_k": 2}
+
+
+def toy(pattern: str = "[*E][*E]", group: dist.ProcessGroup | None = None, **changes: Any) -> HybridModel:
+    """The reference model in a size in which a step takes milliseconds."""
+    return HybridModel(pattern, group=group, seed=0, **{**TOY, **changes})
+
+
+def batches(count: int, rank: int = 0, tokens: int = 8, vocab: int = 32, seed: int = 0) -> list[tuple]:
+    """`count` microbatches of one sequence: (tokens, targets), different on each rank."""
+    generator = torch.Generator().manual_seed(1000 * rank + seed)
+    return [tuple(torch.randint(0, vocab, (1, tokens), generator=generator) for _ in range(2)) for _ in range(count)]
+
+
+def call(model: nn.Module, microbatch: Any) -> Any:
+    """Call a model on a microbatch in any of its forms."""
+    from fxoverlap.microbatch import as_microbatch
+
+    given = as_microbatch(microbatch)
+    return model(*given.args, **given.kwargs)
+
+
+def eager_step(model: nn.Module, microbatches: Sequence[Any], grad_scale: Any = 1.0) -> list[torch.Tensor]:
+    """The oracle: forward and backward of each microbatch in turn; the losses."""
+    losses = []
+    for microbatch in microbatches:
+        result = call(model, microbatch)
+        loss = result["loss"] if isinstance(result, dict) else result[0] if isinstance(result, tuple) else result
+        (loss * grad_scale).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def differences(eager: nn.Module, overlapped: nn.Module) -> list[str]:
+    """Names of the parameters whose gradient, and of the parameters and buffers whose value, differ in any bit."""
+    found = []
+    other = dict(overlapped.named_parameters())
+    for name, param in eager.named_parameters():
+        ours = other[name]
+        if not torch.equal(param, ours):
+            found.append(f"value of {name}")
+        if (param.grad is None) != (ours.grad is None):
+            found.append(f"grad of {name}: {'none' if ours.grad is None else 'some'}, eager has the other")
+        elif param.grad is not None and ours.grad is not None and not torch.equal(param.grad, ours.grad):
+            found.append(f"grad of {name} by {(param.grad - ours.grad).abs().max().item()}")
+    buffers = dict(overlapped.named_buffers())
+    found += [f"buffer {name}" for name, buffer in eager.named_buffers() if not torch.equal(buffer, buffers[name])]
+    return found
+
+
+def train_both(
+    model: nn.Module,
+    make_batches: Callable[[int], Sequence[Any]],
+    config: fxo.OverlapConfig | None = None,
+    steps: int = 3,
+) -> list[str]:
+    """Train a model and a copy side by side, overlapped and eager; every difference in any bit, by step."""
+    eager = copy.deepcopy(model)
+    overlapped = fxo.transform(model, config)
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (eager, model)]
+    scale = overlapped.config.grad_scale
+    found: list[str] = []
+    for step in range(steps):
+        microbatches = make_batches(step)
+        torch.manual_seed(step)
+        losses = eager_step(eager, microbatches, scale)
+        state = torch.get_rng_state()
+        torch.manual_seed(step)
+        result = overlapped.step(microbatches)
+        if not torch.equal(state, torch.get_rng_state()):
+            found.append(f"step {step}: generator state")
+        for i, (a, b) in enumerate(zip(losses, result.losses, strict=True)):
+            if not torch.equal(a, b):
+                found.append(f"step {step}: loss {i}: {a.item()} eager, {b.item()} overlapped")
+        found += [f"step {step}: {each}" for each in differences(eager, model)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+class RawMoE(nn.Module):
+    """A residual MoE block on functional collectives with list splits, as other people's models have it."""
+
+    def __init__(self, dim: int, experts: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        # A name and not a ProcessGroup, which cannot be deep-copied.
+        self.group, self.ranks, self.experts = group.group_name, group.size(), experts
+        self.norm = nn.LayerNorm(dim)
+        self.router = nn.Linear(dim, experts, bias=False)
+        self.w = nn.Parameter(torch.randn(dim, dim) / dim**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        weight, choice = self.router(flat).softmax(-1).max(-1)
+        order = choice.argsort(stable=True)
+        counts = (choice[:, None] == torch.arange(self.experts)).sum(0)
+        received = funcol.all_to_all_single(counts, None, None, self.group)
+        sent = counts.view(self.ranks, -1).sum(1).tolist()
+        got = received.view(self.ranks, -1).sum(1).tolist()
+        for size in (*sent, *got):
+            torch._check(size >= 0)
+        tokens = funcol.all_to_all_single_autograd(flat[order], got, sent, self.group)
+        weights = funcol.all_to_all_single_autograd(weight[order], got, sent, self.group)
+        hidden = torch.relu(tokens @ self.w) * weights[:, None]
+        back = funcol.all_to_all_single_autograd(hidden, sent, got, self.group)
+        return x + torch.zeros_like(flat).index_copy(0, order, back).view_as(x)
+
+
+class RawModel(nn.Module):
+    """Embedding, raw MoE blocks under any attribute name, head, cross entropy."""
+
+    def __init__(self, group: dist.ProcessGroup, blocks: int = 2, name: str = "layers", experts: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.name = name
+        self.embed = nn.Embedding(32, 16)
+        setattr(self, name, nn.ModuleList(RawMoE(16, experts, group) for _ in range(blocks)))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in getattr(self, self.name):
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
