@@ -26,7 +26,7 @@ from torch import Tensor
 class Exchange:
     """One all-to-all of a run."""
 
-    sent: Tensor  # zeros, of the shape and dtype that were sent
+    sent: Tensor  # zeros, of the shape and dtype that were sent; exchanges share their memory
     out_splits: tuple[int, ...]  # rows received from each rank
     in_splits: tuple[int, ...]  # rows sent to each rank
     counts: Tensor | None  # what was received, if integers; None for tokens
@@ -35,13 +35,17 @@ class Exchange:
 def recorded(run: Callable[[], object], group: dist.ProcessGroup) -> list[Exchange]:
     """Call `run`, whose all-to-alls all use `group`, and return them in order."""
     exchanges: list[Exchange] = []
+    zeros: dict[torch.dtype, Tensor] = {}  # flat
 
     def kernel(x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], group_name: str) -> Tensor:
         assert group_name == group.group_name, f"all-to-all on group {group_name}, expected {group.group_name}"
         received = x.new_empty(sum(out_splits), *x.shape[1:])
         dist.all_to_all_single(received, x, list(out_splits), list(in_splits), group=group)
         counts = None if x.is_floating_point() else received.clone()
-        exchanges.append(Exchange(torch.zeros_like(x), tuple(out_splits), tuple(in_splits), counts))
+        if x.dtype not in zeros or zeros[x.dtype].numel() < x.numel():
+            zeros[x.dtype] = x.new_zeros(x.numel())
+        sent = zeros[x.dtype][: x.numel()].view(x.shape)
+        exchanges.append(Exchange(sent, tuple(out_splits), tuple(in_splits), counts))
         return received
 
     with _kernels(all_to_all_single=kernel):

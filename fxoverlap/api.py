@@ -9,7 +9,7 @@ A *variant* is one capture with its chunk graph; programs are built for the pair
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fxoverlap import compat
 from fxoverlap.capture import Capture, TensorLeaf, capture
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
-from fxoverlap.ir import ChunkGraph, FusedGraph, Phase, Plan
+from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind, Plan
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
 from fxoverlap.report import Report, golden, make_report
@@ -51,6 +51,7 @@ class _Variant:
     chunk: ChunkGraph
     layout: Layout
     constants: dict[str, torch.Tensor]
+    loss_dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +208,12 @@ class OverlappedModel(nn.Module):
             raise UnsupportedError(_too_many(limit, self._variants, leaves))
         captured = capture(self.module, microbatch, self.config)
         chunk = to_chunk(captured.joint, self.config, self._records)
-        constants = {name: getattr(captured.joint.module, name) for name in _constants(chunk)}
-        return _Variant(captured, chunk, Layout.of(chunk), constants)
+        joint = captured.joint
+        constants = {
+            each.name: getattr(joint.module, each.name) for each in joint.inputs if each.kind is InputKind.CONSTANT
+        }
+        loss_dtype = next(node.meta["val"].dtype for node in joint.module.graph.nodes if node.name == joint.loss)
+        return _Variant(captured, chunk, Layout.of(chunk), constants, loss_dtype)
 
     def _program(self, f: _Variant | None, b: _Variant | None) -> _Built:
         key = (id(f) if f else None, id(b) if b else None)
@@ -221,9 +226,6 @@ class OverlappedModel(nn.Module):
 
     def _begin(self, number: int, variant: _Variant, leaves: Leaves, microbatch: Microbatch) -> MicrobatchState:
         scale = self.config.grad_scale if microbatch.grad_scale is None else microbatch.grad_scale
-        assert variant.chunk.joint is not None
-        loss = variant.chunk.joint.module.graph.find_nodes(op="placeholder")
-        dtype = next(node.meta["val"].dtype for node in loss if node.name.startswith("tangents"))
         return MicrobatchState.begin(
             number,
             variant.layout,
@@ -231,7 +233,7 @@ class OverlappedModel(nn.Module):
             variant.capture.buffers,
             [leaves.values[i] for i in variant.capture.leaves],
             variant.constants,
-            scale_as_gradient(scale, dtype),
+            scale_as_gradient(scale, variant.loss_dtype),
         )
 
     def _collect(self, result: StepResult, state: MicrobatchState | None, variant: _Variant, outputs: bool) -> None:
@@ -271,11 +273,6 @@ def scale_as_gradient(scale: float | torch.Tensor, dtype: torch.dtype) -> torch.
         (loss * scale).backward()
     assert loss.grad is not None
     return loss.grad
-
-
-def _constants(chunk: ChunkGraph) -> list[str]:
-    assert chunk.joint is not None
-    return [str(node.target) for node in chunk.joint.module.graph.find_nodes(op="get_attr")]
 
 
 def _too_many(limit: int, variants: dict[Key, _Variant], leaves: Leaves) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -149,7 +149,8 @@ class _Chunk(nn.Module):
         result = torch.func.functional_call(self.inner[0], state, args, kwargs)
         loss, rest = _split_loss(result)
         leaves, spec = compat.flatten_with_path(rest)
-        tensors_out, kept = [], []
+        tensors_out: list[torch.Tensor] = []
+        kept: list[Any] = []
         for _, leaf in leaves:
             kept.append(TensorLeaf(len(tensors_out)) if isinstance(leaf, torch.Tensor) else leaf)
             if isinstance(leaf, torch.Tensor):
@@ -161,7 +162,8 @@ class _Chunk(nn.Module):
 
 def _split_loss(result: Any) -> tuple[torch.Tensor, Any]:
     """The loss and the rest (None, a tuple, or a dict) of what forward returned."""
-    loss, rest = result, None
+    loss: Any = result
+    rest: Any = None
     if isinstance(result, dict):
         if "loss" not in result:
             raise UnsupportedError(
@@ -259,6 +261,9 @@ def _describe(module: fx.GraphModule, chunk: _Chunk, paths: list[str]) -> JointG
     for node in module.graph.find_nodes(op="placeholder"):
         kind, key = compat.input_descriptor(node)
         entry = _graph_input(node, kind, key, chunk, paths)
+        # Names that a reader of the graph knows, instead of numbers.
+        compat.rename(node, f"{entry.kind.value}_{entry.name}")
+        entry = replace(entry, value=node.name)
         inputs.append(entry)
         by_source[(kind, key)] = entry.value
     inputs.extend(
@@ -266,9 +271,8 @@ def _describe(module: fx.GraphModule, chunk: _Chunk, paths: list[str]) -> JointG
         for i, node in enumerate(module.graph.find_nodes(op="get_attr"))
     )
     loss, outputs, mutations, gradients = "", [], [], []
-    for value, (kind, key) in zip(
-        module.graph.output_node().args[0], compat.output_descriptors(module.graph), strict=True
-    ):
+    results: Any = module.graph.output_node().args[0]
+    for value, (kind, key) in zip(results, compat.output_descriptors(module.graph), strict=True):
         if value is None:
             continue
         if kind == "output" and key == 0:

@@ -13,18 +13,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fxoverlap.errors import FxOverlapError
+import fxoverlap as fxo
+from fxoverlap import demo
+from fxoverlap.benchmarks import overhead, transform, two_hosts
+from fxoverlap.benchmarks.workload import Settings
+from fxoverlap.launch import hide_numpy_warning, one_rank_group
+from fxoverlap.pattern import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, of `sys.argv` unless told otherwise, and return the exit status."""
     options = _parser().parse_args(arguments)
+    hide_numpy_warning()
     try:
         figures: dict[str, Any] = options.command(options)
     except KeyboardInterrupt:
         print("\ninterrupted: every rank was ended", file=sys.stderr)
         return 130
-    except FxOverlapError as error:
+    except fxo.FxOverlapError as error:
         print(f"\nfxoverlap: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if options.json == "-":
@@ -36,14 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Build the parser; each command's function is its default for `command`."""
-    parser = argparse.ArgumentParser(prog="fxoverlap", description=sys.modules["fxoverlap"].__doc__)
+    parser = argparse.ArgumentParser(prog="fxoverlap", description=fxo.__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = _add(commands, "demo", _demo, "train a small model, eager and overlapped side by side")
-    _add_pattern(demo, "[*E][*E]")
-    demo.add_argument("--ranks", type=_count, default=2, help="processes that share the experts")
-    demo.add_argument("--steps", type=_count, default=30, help="optimizer steps")
-    demo.add_argument("--out", default="fxoverlap-demo", help="folder for the graph dump")
+    show = _add(commands, "demo", _demo, "train a small model, eager and overlapped side by side")
+    _add_pattern(show, "[*E][*E]")
+    show.add_argument("--ranks", type=_count, default=2, help="processes that share the experts")
+    show.add_argument("--steps", type=_count, default=30, help="optimizer steps")
+    show.add_argument("--out", default="fxoverlap-demo", help="folder for the graph dump")
 
     explain = _add(commands, "explain", _explain, "print the nodes and the plan of a model")
     _add_pattern(explain, "[*E][*E]")
@@ -52,16 +58,16 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure on this machine")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
 
-    two_hosts = _add(benches, "two-hosts", _two_hosts, "two ranks joined by a slow link")
-    two_hosts.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
-    _add_sizes(two_hosts, repeats=5)
+    two = _add(benches, "two-hosts", _two_hosts, "two ranks joined by a slow link")
+    two.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    _add_sizes(two, repeats=5)
 
-    overhead = _add(benches, "overhead", _overhead, "one rank, nothing to hide")
-    overhead.add_argument("--hidden", type=_count, nargs="+", default=[256, 64], metavar="WIDTH", help="of the model")
-    _add_sizes(overhead, repeats=9)
+    one = _add(benches, "overhead", _overhead, "one rank, nothing to hide")
+    one.add_argument("--hidden", type=_count, nargs="+", default=[256, 64], metavar="WIDTH", help="of the model")
+    _add_sizes(one, repeats=9)
 
-    transform = _add(benches, "transform", _transform, "time of the transformation itself")
-    transform.add_argument("--layers", type=_count, default=16, help="physical layers, [*E] x half of it")
+    depth = _add(benches, "transform", _transform, "time of the transformation itself")
+    depth.add_argument("--layers", type=_count, default=16, help="physical layers, [*E] x half of it")
     return parser
 
 
@@ -97,8 +103,6 @@ def _count(text: str) -> int:
 
 def _pattern(text: str) -> str:
     """Check a layer pattern."""
-    from fxoverlap.pattern import parse
-
     try:
         parse(text)
     except ValueError as error:
@@ -106,20 +110,11 @@ def _pattern(text: str) -> str:
     return text
 
 
-# The commands import what they run when they run: `fxoverlap --help` need not wait for it.
-
-
 def _demo(options: argparse.Namespace) -> dict[str, Any]:
-    from fxoverlap import demo
-
     return demo.run(demo.Settings(pattern=options.pattern, ranks=options.ranks, steps=options.steps, out=options.out))
 
 
 def _explain(options: argparse.Namespace) -> dict[str, Any]:
-    import fxoverlap as fxo
-    from fxoverlap.benchmarks.workload import Settings
-    from fxoverlap.launch import one_rank_group
-
     settings = Settings(pattern=options.pattern, microbatches=1, tokens=64, dim=64)
     with one_rank_group() as group:
         config = fxo.OverlapConfig(schedule=options.schedule)
@@ -131,32 +126,24 @@ def _explain(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _two_hosts(options: argparse.Namespace) -> dict[str, Any]:
-    from fxoverlap.benchmarks import two_hosts
-
     figures = two_hosts.run(dataclasses.replace(_settings(options), rate=options.rate))
     print(two_hosts.text(figures))
     return figures
 
 
 def _overhead(options: argparse.Namespace) -> dict[str, Any]:
-    from fxoverlap.benchmarks import overhead
-
     figures = overhead.run(options.hidden, _settings(options))
     print(overhead.text(figures))
     return figures
 
 
 def _transform(options: argparse.Namespace) -> dict[str, Any]:
-    from fxoverlap.benchmarks import transform
-
     figures = transform.run(options.layers)
     print(transform.text(figures))
     return figures
 
 
-def _settings(options: argparse.Namespace) -> Any:
-    from fxoverlap.benchmarks.workload import Settings
-
+def _settings(options: argparse.Namespace) -> Settings:
     return Settings(
         pattern=options.pattern,
         microbatches=options.microbatches,

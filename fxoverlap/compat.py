@@ -160,7 +160,7 @@ def output_descriptors(graph: fx.Graph) -> list[tuple[str, Any]]:
             return "input", desc.idx
         return "other", str(desc)
 
-    found = []
+    found: list[tuple[str, Any]] = []
     for desc in graph.output_node().meta["desc"]:
         if isinstance(desc, PlainAOTOutput):
             found.append(("output", desc.idx))
@@ -171,6 +171,11 @@ def output_descriptors(graph: fx.Graph) -> list[tuple[str, Any]]:
         else:
             found.append(("other", str(desc)))
     return found
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node another name, made into an identifier that is unique in its graph."""
+    node._rename(re.sub(r"\W+", "_", name).strip("_"))
 
 
 # --- execution (checked on 2.13.0) ------------------------------------------------------------------------------

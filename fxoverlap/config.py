@@ -172,6 +172,11 @@ def check_grad_scale(subject: str, value: object) -> None:
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 and value.is_floating_point():
             return
-    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == value and abs(value) != float("inf"):
+    elif (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and value == value
+        and abs(value) != float("inf")
+    ):
         return
     raise ConfigError(f"{subject} is {value!r}; allowed: a finite number or a 0-dim floating point tensor.")

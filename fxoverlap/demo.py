@@ -94,11 +94,13 @@ def _train(rank: int, settings: Settings) -> dict[str, Any]:
         fused_ms.append(results["fused"][1])
         line.say(f"{step:>6} {losses[-1]:9.4f} {eager_ms[-1]:9.1f} {fused_ms[-1]:9.1f}", done=step + 1)
 
-    state_equal = same(list(eager.state_dict().values()), list(twin.state_dict().values()))
-    exchanges = recorded(functools.partial(eager_step, eager, examples, scale), group)
-    tokens = sum(exchange.counts is None for exchange in exchanges)
-    eager_pct = computing_pct(functools.partial(eager_step, eager, examples, scale), group)
-    fused_pct = computing_pct(functools.partial(_fused_step, overlapped, examples), group)
+    state_equal = same(*([*model.parameters(), *model.buffers()] for model in (eager, twin)))
+    exchange_figures = _exchange_figures(
+        functools.partial(eager_step, eager, examples, scale),
+        functools.partial(_fused_step, overlapped, examples),
+        group,
+        settings.microbatches,
+    )
     if rank == 0:
         _dump(overlapped, Path(settings.out))
     return {
@@ -110,10 +112,7 @@ def _train(rank: int, settings: Settings) -> dict[str, Any]:
         "eager_ms": statistics.median(eager_ms),
         "fused_ms": statistics.median(fused_ms),
         "speed_ratio": statistics.median(e / f for e, f in zip(eager_ms, fused_ms, strict=True)),
-        "overlap_pct": fused_pct,
-        "eager_overlap_pct": eager_pct,
-        "exchanges_a_microbatch": tokens // settings.microbatches,
-        "counts_a_microbatch": (len(exchanges) - tokens) // settings.microbatches,
+        **exchange_figures,
         "pattern": settings.pattern,
         "dump": settings.out,
     }
@@ -155,6 +154,20 @@ def _timed(step: Callable[[], list[Tensor]]) -> tuple[list[Tensor], float]:
     return losses, (time.perf_counter() - began) * 1e3
 
 
+def _exchange_figures(
+    eager: Callable[[], object], fused: Callable[[], object], group: dist.ProcessGroup, microbatches: int
+) -> dict[str, Any]:
+    """Count the exchanges of an eager step, and measure how much eager and fused steps compute meanwhile."""
+    exchanges = recorded(eager, group)
+    tokens = sum(exchange.counts is None for exchange in exchanges)
+    return {
+        "overlap_pct": computing_pct(fused, group),
+        "eager_overlap_pct": computing_pct(eager, group),
+        "exchanges_a_microbatch": tokens // microbatches,
+        "counts_a_microbatch": (len(exchanges) - tokens) // microbatches,
+    }
+
+
 def _sum_dense_gradients(model: nn.Module) -> None:
     """Add up over ranks the gradients of what every rank holds; an expert's gradient has all ranks' tokens in it."""
     for name, parameter in model.named_parameters():
@@ -167,7 +180,7 @@ def _dump(overlapped: fxo.OverlappedModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "golden.txt").write_text(overlapped.golden())
     (folder / "report.txt").write_text(f"{overlapped.report()}\n")
-    (folder / "fused_graph.py").write_text(overlapped.fused_graph("FB").print_readable(print_output=False))
+    (folder / "fused_graph.txt").write_text(overlapped.fused_graph("FB").print_readable(print_output=False))
 
 
 class _Lines:

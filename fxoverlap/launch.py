@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,15 +108,16 @@ def one_rank_group() -> Iterator[dist.ProcessGroup]:
 
     A default group that exists already is yielded as it is, and left alone.
     """
-    if dist.is_initialized():
-        yield dist.group.WORLD
-        return
-    with _loopback():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ours = not dist.is_initialized()
+    if ours:
+        with _loopback():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
     try:
         yield dist.group.WORLD
     finally:
-        dist.destroy_process_group()
+        if ours:
+            dist.destroy_process_group()
 
 
 def die_with_parent(parent: int) -> None:
@@ -127,6 +129,11 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def hide_numpy_warning() -> None:
+    """Have torch not warn that there is no numpy, which nothing here needs."""
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 
 def signal_text(number: int) -> str:
@@ -150,6 +157,7 @@ def _run_rank(
 ) -> None:
     """Be one rank: join the group, call, send the outcome, leave the group."""
     die_with_parent(parent)
+    hide_numpy_warning()
     torch.set_num_threads(1)
     try:
         if prepare is not None:
@@ -182,10 +190,11 @@ def _collect(processes: list[SpawnProcess], receivers: list[Connection], timeout
     done: dict[int, _Outcome] = {}
     failed: list[_Outcome] = []
     while len(done) < len(processes):
-        pending = {receivers[rank]: rank for rank in range(len(processes)) if rank not in done}
+        pending = {receivers[rank].fileno(): rank for rank in range(len(processes)) if rank not in done}
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-        for receiver in ready:
-            outcome = _receive(pending[receiver], processes, receivers)
+        for descriptor in ready:
+            assert isinstance(descriptor, int)
+            outcome = _receive(pending[descriptor], processes, receivers)
             done[outcome.rank] = outcome
             if outcome.cause is not None:
                 failed.append(outcome)

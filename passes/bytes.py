@@ -61,4 +61,5 @@ def _sent(node: ScheduleNode, by_name: dict[str, fx.Node], sizes: Sizes) -> int:
     """Bytes that the launches of a comm node hand to the group, the rank's own part included."""
     if node.lane is not Lane.COMM:
         return 0
-    return sum(sizes.of(by_name[op].args[0]) for op in node.ops)  # type: ignore[arg-type]
+    launched = [by_name[op].args[0] for op in node.ops]
+    return sum(sizes.of(source) for source in launched if isinstance(source, fx.Node))

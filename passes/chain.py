@@ -60,14 +60,13 @@ def forward_chain(joint: JointGraph) -> Chain:
     for exchange in joint.exchanges:
         if exchange.phase is Phase.F:
             by_layer.setdefault(exchange.layer, []).append(exchange)
-    physical: list[tuple[int | None, PhysicalLayer]] = list(enumerate(joint.physical))
-    if not physical:
-        # No layer edges are known: the exchanges alone make the layers.
-        physical = [(None, PhysicalLayer(""))] if by_layer else []
-    else:
+    # Without known layer edges the exchanges alone make the layers.
+    physical: list[int | None] = list(range(len(joint.physical))) or ([None] if by_layer else [])
+    opens = _first_of_logical(joint.physical, by_layer) if joint.physical else [True] * len(physical)
+    if joint.physical:
         chain.begin(Stage(None, Slot.PRE_PROCESS))
-    logical, opens = -1, _first_of_logical(joint.physical, by_layer) or [True]
-    for (index, layer), is_first in zip(physical, opens, strict=False):
+    logical = -1
+    for index, is_first in zip(physical, opens, strict=True):
         logical += is_first
         crossed = by_layer.get(index, [])
         slot = Slot.PRE_DISPATCH if crossed or not _is_feed_forward(index, joint.physical, opens) else Slot.EXPERTS

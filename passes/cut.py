@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 
 from torch import fx
 
@@ -87,7 +88,7 @@ def _assign_shared(
 ) -> None:
     """Make a node `shared` of the real work of a MoE layer that its launches do not need but later stages do."""
     for layer, first, last in ranges:
-        region = {node for node in nodes if first <= placed[node] < last and not op_facts.is_launch(node)}
+        region = {node for node in nodes if first <= placed[node] < last and keys[node][1] not in COMM_SLOTS}
         launches = [node for node in nodes if keys[node][0] == layer and keys[node][1] in COMM_SLOTS]
         needed = op_facts.ancestors([source for launch in launches for source in launch.all_input_nodes], region)
         free = region - needed
@@ -223,4 +224,4 @@ def _effects(joint: JointGraph, nodes: tuple[ScheduleNode, ...]) -> tuple[tuple[
         return op_facts.is_random(node) or other or (mutable is not None and mutable.is_mutable)
 
     acting = [node.name for node in nodes if any(acts(name) for name in node.ops)]
-    return tuple(zip(acting, acting[1:], strict=False))
+    return tuple(pairwise(acting))

@@ -26,8 +26,9 @@ def fuse(plan: Plan, config: OverlapConfig) -> FusedGraph:
         module = chunk.modules[instance.node.name]
         target = names.of(module, instance)
         root.add_module(target, module)
-        args = tuple(env[ValueRef(instance.mb, value)] for value in instance.node.reads)
-        call = graph.create_node("call_module", target, args, name=_name(instance.mb, instance.node.name))
+        # One list, which the boxed module empties.
+        args = [env[ValueRef(instance.mb, value)] for value in instance.node.reads]
+        call = graph.create_node("call_module", target, (args,), name=_name(instance.mb, instance.node.name))
         call.meta[META] = instance
         for position, value in enumerate(instance.node.writes):
             ref = ValueRef(instance.mb, value)

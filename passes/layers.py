@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import META, JointGraph, PhysicalLayer, Phase
+from fxoverlap.ir import META, JointGraph, Phase, PhysicalLayer
 from fxoverlap.passes import op_facts
 from fxoverlap.pattern import Pattern, parse
 

@@ -72,4 +72,3 @@ def _kept(plan: Plan) -> set[ValueRef]:
 
 def _inputs(chunk: ChunkGraph) -> set[str]:
     return {each.value for each in chunk.joint.inputs} if chunk.joint is not None else set()
-

@@ -48,9 +48,7 @@ def is_wait(node: fx.Node) -> bool:
 def is_collective(node: fx.Node) -> bool:
     """Whether the node launches or waits for a collective of any kind."""
     target = node.target
-    return is_launch(node) or (
-        isinstance(target, torch._ops.OpOverload) and target.namespace in COLLECTIVE_NAMESPACES
-    )
+    return is_launch(node) or (isinstance(target, torch._ops.OpOverload) and target.namespace in COLLECTIVE_NAMESPACES)
 
 
 def schema(node: fx.Node) -> torch.FunctionSchema | None:
@@ -99,8 +97,11 @@ def view_base(node: fx.Node) -> fx.Node | None:
 
 def is_free_view(node: fx.Node) -> bool:
     """Whether the op is a view that costs nothing to make again (waits are not: they synchronise)."""
-    return not is_wait(node) and node.target is not operator.getitem and view_base(node) is not None and (
-        isinstance(node.meta.get("val"), torch.Tensor)
+    return (
+        not is_wait(node)
+        and node.target is not operator.getitem
+        and view_base(node) is not None
+        and (isinstance(node.meta.get("val"), torch.Tensor))
     )
 
 

@@ -15,7 +15,7 @@ import operator
 from torch import fx
 
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import JointGraph, Phase, Slot
+from fxoverlap.ir import InputKind, JointGraph, Phase, Slot
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.chain import Chain
 from fxoverlap.passes.sizes import Sizes
@@ -29,8 +29,8 @@ def place_forward(joint: JointGraph, chain: Chain, sizes: Sizes) -> Placement:
     nodes = phase_ops(joint, Phase.F)
     gates = _launch_gates(joint, chain)
     outside = _after_last_layer(nodes, joint)
-    stage = _earliest(nodes, chain, gates, {node: chain.last for node in outside})
-    _sink(nodes, stage, set(gates), sizes)
+    stage = _earliest(nodes, chain, gates, dict.fromkeys(outside, chain.last))
+    _sink(nodes, stage, set(gates), _free(nodes, joint), sizes)
     _clear_the_way_to_counts(nodes, stage, chain, gates)
     return stage
 
@@ -42,7 +42,7 @@ def place_backward(joint: JointGraph, chain: Chain, forward: Placement, sizes: S
     before = _fqns_before_layers(joint, forward)
     entry = {node: chain.last for node in nodes if op_facts.tag(node).fqn in before}
     stage = _earliest(nodes, chain, gates, entry)
-    _sink(nodes, stage, set(gates), sizes)
+    _sink(nodes, stage, set(gates), _free(nodes, joint), sizes)
     return stage
 
 
@@ -85,8 +85,8 @@ def _at_gate(node: fx.Node, earliest: int, gate: int, chain: Chain) -> int:
     if earliest > gate:
         raise UnsupportedError(
             f"The exchange launch {node.name} (module {op_facts.tag(node).fqn!r}) needs values of "
-            f"{chain.stages[earliest]}, which comes after its own stage {chain.stages[gate]}. Exchanges that wait for a "
-            f"later layer's results cannot be scheduled."
+            f"{chain.stages[earliest]}, which comes after its own stage {chain.stages[gate]}. An exchange that waits "
+            f"for a later layer's results cannot be scheduled."
         )
     return gate
 
@@ -102,7 +102,8 @@ def _after_last_layer(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
 
 def _fqns_before_layers(joint: JointGraph, forward: Placement) -> set[str]:
     """FQNs outside the layers whose F ops all stand in `pre_process`: embeddings."""
-    before, later = set(), set()
+    before: set[str] = set()
+    later: set[str] = set()
     for node, position in forward.items():
         tag = op_facts.tag(node)
         if tag.layer is None and tag.fqn:
@@ -110,9 +111,8 @@ def _fqns_before_layers(joint: JointGraph, forward: Placement) -> set[str]:
     return before - later
 
 
-def _sink(nodes: list[fx.Node], stage: Placement, fixed: set[fx.Node], sizes: Sizes) -> None:
+def _sink(nodes: list[fx.Node], stage: Placement, fixed: set[fx.Node], free: set[fx.Node], sizes: Sizes) -> None:
     """Move ops that have room to a later stage, last op first."""
-    free = _free(nodes)
     for node in reversed(nodes):
         if node in fixed or op_facts.has_effect(node) or node.target is operator.getitem:
             continue
@@ -126,12 +126,13 @@ def _sink(nodes: list[fx.Node], stage: Placement, fixed: set[fx.Node], sizes: Si
                 stage[member] = latest
 
 
-def _free(nodes: list[fx.Node]) -> set[fx.Node]:
+def _free(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
     """Ops that need nothing of their own phase but other such ops: casts of parameters, powers of saved values."""
+    tangents = {each.value for each in joint.inputs if each.kind is InputKind.TANGENT}
     own, free = set(nodes), set()
     for node in nodes:
-        is_tangent = any(source.op == "placeholder" and source.name.startswith("tangents") for source in node.all_input_nodes)
-        if not is_tangent and not op_facts.has_effect(node) and all(s in free for s in node.all_input_nodes if s in own):
+        needs = [source for source in node.all_input_nodes if source in own or source.name in tangents]
+        if not op_facts.has_effect(node) and all(source in free for source in needs):
             free.add(node)
     return free
 
@@ -174,4 +175,3 @@ def _clear_the_way_to_counts(nodes: list[fx.Node], stage: Placement, chain: Chai
         for node in nodes:
             if node.target is operator.getitem:
                 stage[node] = stage[node.args[0]]  # type: ignore[index]
-

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_
 import fxoverlap.ops  # noqa: F401  (defines the ops whose formulas stand here)
 from fxoverlap import compat
 from fxoverlap.ir import JointGraph
-from fxoverlap.passes import op_facts
 
 # Formulas for ops that torch has none for. Multiply-adds count twice, as in torch's own.
 
@@ -93,7 +92,7 @@ def _balanced(joint: JointGraph) -> Mapping[Any, int]:
     hints: dict[Any, int] = {}
     for exchange in joint.exchanges:
         launch = by_name[exchange.launches[0]]
-        rows_out, rows_in = launch.meta["val"].shape[0], launch.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
+        rows_out, rows_in = launch.meta["val"].shape[0], launch.args[0].meta["val"].shape[0]
         sent = compat.size_hint(rows_in, hints)
         symbols = compat.free_symbols(rows_out) - set(hints)
         for i, symbol in enumerate(sorted(symbols, key=str)):

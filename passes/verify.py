@@ -18,6 +18,7 @@ flight until the wait; everything else is checked against that. Rules, each with
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -39,7 +40,9 @@ def verify(fused: FusedGraph, config: OverlapConfig) -> FusedGraph:
         if node.op == "placeholder":
             walk.enter(node.meta[META])
         elif node.op == "call_module":
-            walk.call(node, fused.module.get_submodule(str(node.target)))
+            module = fused.module.get_submodule(str(node.target))
+            assert isinstance(module, fx.GraphModule), node
+            walk.call(node, module)
         elif node.target is record_event:
             walk.record(*node.args)
         elif node.target is wait_event:
@@ -122,14 +125,14 @@ class _Walk:
     def call(self, call: fx.Node, module: fx.GraphModule) -> None:
         self.position += 1
         instance: Instance = call.meta[META]
-        refs = [self._argument(argument, instance) for argument in call.args]
+        refs = [self._argument(argument, instance) for argument in call.all_input_nodes]
         results = self._run(module.graph, [self.values[ref] for ref in refs], refs, instance, call)
         for result in call.users:
-            if result.op == "call_function" and isinstance(result.meta.get(META), ValueRef):
-                ref, storage = result.meta[META], results[result.args[1]]
-                self.values[ref] = storage
-                if storage is not None:
-                    storage.references.add(ref)
+            position = result.args[1] if result.target is operator.getitem else None
+            if isinstance(position, int):
+                ref = result.meta[META]
+                self.values[ref] = results[position]
+                results[position].references.add(ref)
         self.ran[instance.node.lane].add(self.position)
         for value in instance.frees:
             self._free(ValueRef(instance.mb, value), instance)

@@ -31,10 +31,10 @@ def wgrad(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     keys: Assignment = {by_name[op]: (n.layer, n.slot, n.phase) for n in chunk.nodes for op in n.ops}
     backward = [node for node in op_facts.ops(joint.module.graph) if keys[node][2] is Phase.B]
     needed = _needed_upstream(joint, backward, keys)
-    for node in backward:
-        if node not in needed:
-            layer, slot, _ = keys[node]
-            keys[node] = (layer, Slot.SHARED if _belongs_to_shared(node, keys) else slot, Phase.W)
+    for op in backward:
+        if op not in needed:
+            layer, slot, _ = keys[op]
+            keys[op] = (layer, Slot.SHARED if _belongs_to_shared(op, keys) else slot, Phase.W)
     remake_views(joint, keys)
     order: list[Key] = []
     for node in chunk.nodes:
@@ -99,4 +99,6 @@ def _layers(joint: JointGraph, backward: list[fx.Node], keys: Assignment) -> dic
 
 def _belongs_to_shared(node: fx.Node, keys: Assignment) -> bool:
     """Whether a weight gradient is that of the branch `shared`: it reads what that branch made."""
-    return keys[node][1] is not Slot.PRE_DISPATCH and any(source in keys and keys[source][1] is Slot.SHARED for source in node.all_input_nodes)
+    return keys[node][1] is not Slot.PRE_DISPATCH and any(
+        source in keys and keys[source][1] is Slot.SHARED for source in node.all_input_nodes
+    )

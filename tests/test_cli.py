@@ -33,7 +33,7 @@ def test_demo(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert figures["exchanges_a_microbatch"] == 4
     assert sum(line.split()[:1] in (["0"], ["1"], ["2"]) for line in lines) == 3  # a line a step
     assert not any("\r" in line for line in lines)  # a bar on a terminal only
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fused_graph.py", "golden.txt", "report.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fused_graph.txt", "golden.txt", "report.txt"]
 
 
 def test_explain(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

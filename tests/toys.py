@@ -12,6 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 import fxoverlap as fxo
+from fxoverlap.microbatch import as_microbatch
 from fxoverlap.models import HybridModel
 
 TOY = {"dim": 16, "vocab_size": 32, "heads": 2, "kv_heads": 1, "num_experts": 4, "expert_dim": 8, "top_k": 2}
@@ -30,8 +31,6 @@ def batches(count: int, rank: int = 0, tokens: int = 8, vocab: int = 32, seed: i
 
 def call(model: nn.Module, microbatch: Any) -> Any:
     """Call a model on a microbatch in any of its forms."""
-    from fxoverlap.microbatch import as_microbatch
-
     given = as_microbatch(microbatch)
     return model(*given.args, **given.kwargs)
 
@@ -42,9 +41,17 @@ def eager_step(model: nn.Module, microbatches: Sequence[Any], grad_scale: Any = 
     for microbatch in microbatches:
         result = call(model, microbatch)
         loss = result["loss"] if isinstance(result, dict) else result[0] if isinstance(result, tuple) else result
-        (loss * grad_scale).backward()
+        own = as_microbatch(microbatch).grad_scale
+        (loss * (grad_scale if own is None else own)).backward()
         losses.append(loss.detach())
     return losses
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether dtype, shape and every bit are equal; unlike `torch.equal`, which takes -0.0 for 0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (a, b)))
 
 
 def differences(eager: nn.Module, overlapped: nn.Module) -> list[str]:
@@ -53,26 +60,27 @@ def differences(eager: nn.Module, overlapped: nn.Module) -> list[str]:
     other = dict(overlapped.named_parameters())
     for name, param in eager.named_parameters():
         ours = other[name]
-        if not torch.equal(param, ours):
+        if not same_bits(param, ours):
             found.append(f"value of {name}")
         if (param.grad is None) != (ours.grad is None):
             found.append(f"grad of {name}: {'none' if ours.grad is None else 'some'}, eager has the other")
-        elif param.grad is not None and ours.grad is not None and not torch.equal(param.grad, ours.grad):
+        elif param.grad is not None and ours.grad is not None and not same_bits(param.grad, ours.grad):
             found.append(f"grad of {name} by {(param.grad - ours.grad).abs().max().item()}")
     buffers = dict(overlapped.named_buffers())
-    found += [f"buffer {name}" for name, buffer in eager.named_buffers() if not torch.equal(buffer, buffers[name])]
+    found += [f"buffer {name}" for name, buffer in eager.named_buffers() if not same_bits(buffer, buffers[name])]
     return found
 
 
 def train_both(
-    model: nn.Module,
+    model: nn.Module | fxo.OverlappedModel,
     make_batches: Callable[[int], Sequence[Any]],
     config: fxo.OverlapConfig | None = None,
     steps: int = 3,
 ) -> list[str]:
     """Train a model and a copy side by side, overlapped and eager; every difference in any bit, by step."""
+    overlapped = model if isinstance(model, fxo.OverlappedModel) else fxo.transform(model, config)
+    model = overlapped.module
     eager = copy.deepcopy(model)
-    overlapped = fxo.transform(model, config)
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (eager, model)]
     scale = overlapped.config.grad_scale
     found: list[str] = []
@@ -86,13 +94,14 @@ def train_both(
         if not torch.equal(state, torch.get_rng_state()):
             found.append(f"step {step}: generator state")
         for i, (a, b) in enumerate(zip(losses, result.losses, strict=True)):
-            if not torch.equal(a, b):
+            if not same_bits(a, b):
                 found.append(f"step {step}: loss {i}: {a.item()} eager, {b.item()} overlapped")
         found += [f"step {step}: {each}" for each in differences(eager, model)]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return found
+    # The last update is compared here; at every other step the values are compared with the gradients.
+    return found + [f"after the last step: {each}" for each in differences(eager, model)]
 
 
 class RawMoE(nn.Module):

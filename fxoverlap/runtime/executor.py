@@ -44,6 +44,6 @@ def _issue(operation: Operation, state: MicrobatchState) -> None:
     if operation.gradients:
         targets = [state.target(kind, index) for _, kind, index in operation.gradients]
         deliver(targets, [results[position] for position, _, _ in operation.gradients])
-    for i, result in zip(operation.writes, results, strict=True):
-        if i is not None:
-            values[i] = result
+    for position, result in zip(operation.writes, results, strict=True):
+        if position is not None:
+            values[position] = result

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
-from fxoverlap.ir import META, FusedGraph, GraphInput, Instance, InputKind, ValueRef
+from fxoverlap.ir import META, FusedGraph, GraphInput, InputKind, Instance, ValueRef
 from fxoverlap.runtime.state import Layout
 
 
@@ -60,7 +60,7 @@ def lower(fused: FusedGraph, forward: Layout | None, backward: Layout | None) ->
     return Program(tuple(operations))
 
 
-def _operation(node: fx.Node, module: fx.GraphModule, instance: Instance, layout: Layout) -> Operation:
+def _operation(node: fx.Node, module: nn.Module, instance: Instance, layout: Layout) -> Operation:
     written: dict[int, str] = {}
     for user in node.users:
         if user.target is operator.getitem:
@@ -73,9 +73,10 @@ def _operation(node: fx.Node, module: fx.GraphModule, instance: Instance, layout
         instance,
         module.forward,
         instance.mb == "F",
-        reads=tuple(layout.index[argument.meta[META].value] for argument in node.args),  # type: ignore[union-attr]
+        reads=tuple(layout.index[argument.meta[META].value] for argument in node.all_input_nodes),
         writes=tuple(
-            None if value in instance.frees else layout.index[value] for _, value in sorted(written.items())
+            layout.index[written[i]] if i in written and written[i] not in instance.frees else None
+            for i in range(len(instance.node.writes))
         ),
         frees=tuple(layout.index[value] for value in instance.frees if value not in written.values()),
         gradients=tuple(

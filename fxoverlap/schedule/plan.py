@@ -17,9 +17,7 @@ from fxoverlap.errors import UnsupportedError
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode
 from fxoverlap.schedule.policies import Order, megatron, sequential
 
-Policy = Callable[
-    [ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]
-]
+Policy = Callable[[ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]]
 
 # Without a cost model "auto" takes the published order.
 BUILT_IN: dict[str, Policy] = {"sequential": sequential, "megatron": megatron, "auto": megatron}

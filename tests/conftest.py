@@ -1,0 +1,22 @@
+"""What every test file gets: one computing thread, and the fixture `group`."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fxoverlap.launch import one_rank_group
+
+# Bits depend on the number of threads, and so does the time when other processes share the cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    """A gloo group of this process alone.
+
+    It ends with the file that asked for it, because other files test that a process without a group is left without.
+    """
+    with one_rank_group() as group:
+        yield group
