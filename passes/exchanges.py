@@ -58,7 +58,7 @@ class _Found:
 def _exchange(found: _Found) -> Exchange:
     waits = []
     for launch in found.launches:
-        readers = [user for user in launch.users if not op_facts.is_size(user)]
+        readers = list(launch.users)
         if len(readers) != 1 or not op_facts.is_wait(readers[0]):
             raise UnsupportedError(
                 f"The {found.role.value} launch {launch.name} must be read by exactly one wait_tensor, found "

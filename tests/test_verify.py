@@ -87,6 +87,11 @@ class Bad:
         assert len(kept) + len(drop) == len(call.meta[META].frees)
         call.meta[META] = replace(call.meta[META], frees=kept + add)
 
+    def free_nothing(self) -> None:
+        """Let everything outlive the step, so that only rules on other things than lifetimes can be broken."""
+        for call in self.graph.find_nodes(op="call_module"):
+            call.meta[META] = replace(call.meta[META], frees=())
+
     def error(self) -> str:
         """What `verify` says."""
         with pytest.raises(VerifyError) as caught:
@@ -179,8 +184,7 @@ def take_out_wait(body: fx.Graph) -> None:
 
 def test_missing_wait(bad: Bad) -> None:
     take_out_wait(bad.body("L0.experts.F", "F"))
-    # Without these the launch's values do not die while it is in flight, which is another rule.
-    bad.frees("L0.experts.F", "F", drop=bad.call("L0.experts.F", "F").meta[META].frees)
+    bad.free_nothing()
     text = bad.error()
     assert text.startswith("missing wait") and "L0.dispatch.F (microbatch F)" in text
 
@@ -243,9 +247,9 @@ def test_dead_collective(bad: Bad, erased: bool) -> None:
     """Nothing takes the result of the launch; with `erased`, as after FX dead-code elimination, it has no name."""
     result, call = bad.value("L0.combine.B", "B"), "L0.experts.B"
     take_out_wait(bad.body(call, "B"))
-    parameter = next(value for value in bad.reads("post_process.B", "B") if "primals" in value.name)
+    parameter = next(value for value in bad.reads("post_process.B", "B") if value.op == "placeholder")
     bad.call(call, "B").replace_input_with(result, parameter)
-    bad.frees(call, "B", drop=bad.call(call, "B").meta[META].frees)
+    bad.free_nothing()
     if erased:
         bad.graph.erase_node(result)
     text = bad.error()
@@ -300,22 +304,15 @@ def test_event_that_another_lane_waits_for(bad: Bad) -> None:
 # --- lifetimes --------------------------------------------------------------------------------------------------
 
 
-def test_free_while_another_lane_reads(bad: Bad) -> None:
-    """The input of a launch dies with the node that waits for it, not with the launch."""
+@pytest.mark.parametrize("name", ["L0.dispatch.B", "L0.experts.W"], ids=["launch", "node in between"])
+def test_free_while_another_lane_reads(bad: Bad, name: str) -> None:
+    """The input of a launch dies with the node that waits for it, not before."""
     sent = bad.reads("L0.dispatch.B", "B")[0].meta[META].value
     bad.frees("L0.pre_dispatch.B", "B", drop=(sent,))
-    bad.frees("L0.dispatch.B", "B", add=(sent,))
+    bad.frees(name, "B", add=(sent,))
     text = bad.error()
-    assert text.startswith("freed in flight") and "L0.dispatch.B frees" in text and repr(sent) in text
+    assert text.startswith("freed in flight") and f"{name} frees" in text and repr(sent) in text
     assert "L0.dispatch.B (microbatch B) on lane comm" in text
-
-
-def test_free_by_a_node_in_between_while_another_lane_reads(bad: Bad) -> None:
-    sent = bad.reads("L0.dispatch.B", "B")[0].meta[META].value
-    bad.frees("L0.pre_dispatch.B", "B", drop=(sent,))
-    bad.frees("L0.experts.W", "B", add=(sent,))
-    text = bad.error()
-    assert text.startswith("freed in flight") and "L0.experts.W frees" in text and repr(sent) in text
 
 
 def test_free_of_a_result_in_flight(bad: Bad) -> None:
@@ -329,21 +326,15 @@ def test_free_of_a_result_in_flight(bad: Bad) -> None:
 def test_aliased_free(bad: Bad) -> None:
     """What the counts launch sends is a view of a value that lives on: the last of both may not die in flight."""
     view = bad.reads("L0.counts.F", "F")[0]
-    base = bad.value("L0.pre_dispatch.F", "F", _position(bad, "scatter_add"))
-    assert base.meta[META].value != view.meta[META].value
+    counts = bad.call("L0.pre_dispatch.F", "F").meta[META].node.writes.index("scatter_add")
+    base = bad.value("L0.pre_dispatch.F", "F", counts)
     bad.frees("L0.permute.F", "F", drop=(view.meta[META].value,))
     bad.frees("L0.counts.F", "F", add=(view.meta[META].value,))
     assert verify(bad.fused, CONFIG), "the base still holds the buffer"
-    bad.frees("L0.post_combine.B", "B")
     bad.frees("L0.counts.F", "F", add=(base.meta[META].value,))
     text = bad.error()
     assert text.startswith("freed in flight") and "the last reference" in text
     assert "L0.counts.F frees 'scatter_add'" in text
-
-
-def _position(bad: Bad, value: str) -> int:
-    """Which result of pre_dispatch a value is."""
-    return bad.call("L0.pre_dispatch.F", "F").meta[META].node.writes.index(value)
 
 
 def test_read_after_free(bad: Bad) -> None:
@@ -351,7 +342,7 @@ def test_read_after_free(bad: Bad) -> None:
     bad.frees("L0.pre_dispatch.F", "F", add=(read,))
     text = bad.error()
     assert text.startswith("read after free") and repr(read) in text
-    assert "L0.permute.F reads" in text or "L0.shared.F reads" in text
+    assert "L0.shared.F reads" in text or "L0.permute.F reads" in text
 
 
 def test_double_free(bad: Bad) -> None:
@@ -417,9 +408,9 @@ def test_every_plan_is_accepted(group: dist.ProcessGroup, schedule: Any) -> None
 
 
 def test_plans_of_functional_collectives_are_accepted(group: dist.ProcessGroup) -> None:
-    for name in ("layers", "blocks"):
-        overlapped = fxo.transform(RawModel(group, name=name), example_inputs=batches(1)[0])
-        assert [len(overlapped.plan(kind).order) > 0 for kind in ("F", "FB", "B")] == [True] * 3
+    """With list splits, and without layer labels. `plan` verifies what it builds."""
+    overlapped = fxo.transform(RawModel(group, blocks=1, name="blocks"), example_inputs=batches(1)[0])
+    assert sum(i.node.lane is Lane.COMM for i in overlapped.plan("FB").order) == 5
 
 
 class RandomOrder:
@@ -456,7 +447,7 @@ def any_order(group: dist.ProcessGroup) -> tuple[Any, fxo.OverlappedModel, Rando
     return copy.deepcopy(model), fxo.transform(model, config, example_inputs=batches(1)[0]), policy
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_any_legal_order_is_accepted_and_gives_eager_bits(any_order: Any, seed: int) -> None:
     eager, overlapped, policy = any_order
@@ -468,9 +459,9 @@ def test_any_legal_order_is_accepted_and_gives_eager_bits(any_order: Any, seed: 
             if name.endswith("tokens_per_expert"):
                 buffer.zero_()
     torch.manual_seed(seed % 1000)
-    losses = eager_step(eager, batches(3, seed=seed % 1000))
+    losses = eager_step(eager, batches(2, seed=seed % 1000))
     torch.manual_seed(seed % 1000)
-    result = overlapped.step(batches(3, seed=seed % 1000))
+    result = overlapped.step(batches(2, seed=seed % 1000))
     assert all(torch.equal(a, b) for a, b in zip(losses, result.losses, strict=True))
     assert differences(eager, overlapped.module) == []
 
