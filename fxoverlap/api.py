@@ -3,7 +3,7 @@
     model, microbatch --capture--> JointGraph --pipeline--> ChunkGraph --schedule--> Plan --pipeline--> FusedGraph
     --runtime--> losses and gradients
 
-A *variant* is one capture with its chunk graph; programs are built for the pairs of variants that meet in a step.
+`planner` keeps what was captured and planned; this module is what users call.
 """
 
 from __future__ import annotations
@@ -16,18 +16,14 @@ import torch
 from torch import fx, nn
 
 from fxoverlap import compat
-from fxoverlap.capture import Capture, TensorLeaf, capture
+from fxoverlap.capture import TensorLeaf
 from fxoverlap.config import OverlapConfig
-from fxoverlap.errors import ConfigError, UnsupportedError
-from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind, Plan
+from fxoverlap.errors import ConfigError
+from fxoverlap.ir import Plan
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
-from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
+from fxoverlap.planner import Built, Planner, Variant
 from fxoverlap.report import Report, golden, make_report
-from fxoverlap.runtime import Layout, MicrobatchState, Program, lower, run
-from fxoverlap.schedule import build_plan
-from fxoverlap.variants import Key, ambient_key, microbatch_key, model_key
-
-KINDS = ("F", "FB", "B")
+from fxoverlap.runtime import MicrobatchState, agree, all_or_nothing, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +37,6 @@ class StepResult:
 
     losses: list[torch.Tensor]
     outputs: list[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """A captured microbatch and what was derived from it."""
-
-    capture: Capture
-    chunk: ChunkGraph
-    layout: Layout
-    constants: dict[str, torch.Tensor]
-    loss_dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """A plan, its fused graph, and the program that runs it."""
-
-    fused: FusedGraph
-    program: Program
 
 
 def transform(model: nn.Module, config: OverlapConfig | None = None, *, example_inputs: Any = None) -> OverlappedModel:
@@ -99,10 +76,7 @@ class OverlappedModel(nn.Module):
         super().__init__()
         self.module = model
         self.config = config
-        self._variants: dict[Key, _Variant] = {}
-        self._built: dict[tuple[int | None, int | None], _Built] = {}
-        self._latest: tuple[_Variant, _Variant] | None = None
-        self._records: list[PassRecord] = []
+        self._planner = Planner(model, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, without overlap."""
@@ -118,10 +92,9 @@ class OverlappedModel(nn.Module):
 
     def prepare(self, microbatch: Any) -> None:
         """Capture and plan for microbatches like this one, without running anything."""
-        variant = self._variant(flatten(as_microbatch(microbatch)), as_microbatch(microbatch))
-        self._latest = (variant, variant)
-        for kind in KINDS:
-            self._program(variant if "F" in kind else None, variant if "B" in kind else None)
+        given = as_microbatch(microbatch)
+        variant = self._planner.variant(flatten(given), given)
+        self._planner.prepare([variant, variant])
 
     def step(self, microbatches: Sequence[Any], outputs: bool = True) -> StepResult:
         """Forward and backward of all microbatches; gradients accumulate in `.grad` as in eager.
@@ -134,57 +107,49 @@ class OverlappedModel(nn.Module):
         Raises:
             ConfigError: there is no microbatch.
             CaptureError, UnsupportedError: a microbatch needs a new capture that cannot be made.
-            StepError: a node failed.
+            PlanMismatchError: the ranks of the expert-parallel group are not ready for the same step.
+            StepError: a node failed. Parameters are untouched; a `.grad` that was None is None again.
         """
         given = self._given(microbatches)
         parts = [flatten(each) for each in given]
-        variants = [self._variant(leaves, each) for leaves, each in zip(parts, given, strict=True)]
-        states: list[MicrobatchState | None] = [None] * len(given)
+        variants, programs = self._get_ready(parts, given)
         result = StepResult([], [])
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for i in range(len(given) + 1):
-                f, b = (i if i < len(given) else None), (i - 1 if i else None)
-                built = self._program(variants[f] if f is not None else None, variants[b] if b is not None else None)
-                if f is not None:
-                    states[f] = self._begin(f, variants[f], parts[f], given[f])
-                run(built.program, states[f] if f is not None else None, states[b] if b is not None else None)
-                if f is not None:
-                    self._collect(result, states[f], variants[f], outputs)
-                if b is not None:
-                    states[b] = None
-        self._latest = (variants[-1], variants[max(len(given) - 2, 0)])
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(self.module):
+            previous: MicrobatchState | None = None
+            for i, built in enumerate(programs):
+                current = self._begin(i, variants[i], parts[i], given[i]) if i < len(given) else None
+                run(built.program, current, previous)
+                if current is not None:
+                    self._collect(result, current, variants[i], outputs)
+                previous = current
         return result
 
     def plan(self, kind: str) -> Plan:
         """The plan of one kind ("F", "FB", "B") for the latest variants. `str` of it has one line an instance."""
-        return self._latest_built(kind).fused.plan
+        return self._planner.latest_built(kind).fused.plan
 
     def fused_graph(self, kind: str) -> fx.GraphModule:
         """The fused graph of one kind for the latest variants."""
-        return self._latest_built(kind).fused.module
+        return self._planner.latest_built(kind).fused.module
 
     def golden(self) -> str:
         """A stable text of the schedule nodes and the FB plan, for snapshot tests."""
-        plan = self.plan("FB")
-        assert plan.forward is not None
-        return golden(plan.forward, plan)
+        return golden(self._planner.latest()[0].chunk, self.plan("FB"))
 
     def report(self) -> Report:
         """What was captured, planned and moved."""
-        variant = self._require_latest()[0]
-        inputs = {each.value: each.name for each in variant.chunk.joint.inputs} if variant.chunk.joint else {}
+        variant = self._planner.latest()[0]
         position = {i: value for value, i in variant.layout.index.items()}
+        names = {each.value: each.name for each in variant.capture.joint.inputs}
         return make_report(
             variant.chunk,
             self.plan("FB"),
-            self._records,
-            len(self._variants),
-            [inputs[position[i]] for i in sorted(variant.layout.snapshots)],
+            self._planner.records,
+            self._planner.variants,
+            [names[position[i]] for i in sorted(variant.layout.snapshots)],
             variant.capture.assigned,
             self.config.delay_wgrad,
         )
-
-    # --- steps of `step` ---------------------------------------------------------------------------------------
 
     def _given(self, microbatches: Sequence[Any]) -> list[Microbatch]:
         if isinstance(microbatches, (torch.Tensor, dict, Microbatch, str)) or not isinstance(microbatches, Sequence):
@@ -196,35 +161,25 @@ class OverlappedModel(nn.Module):
             raise ConfigError("step: there is no microbatch; expected a list of at least one.")
         return [as_microbatch(each) for each in microbatches]
 
-    def _variant(self, leaves: Leaves, microbatch: Microbatch) -> _Variant:
-        key = (microbatch_key(leaves), model_key(self.module), ambient_key())
-        if key not in self._variants:
-            self._variants[key] = self._capture(leaves, microbatch)
-        return self._variants[key]
+    def _get_ready(self, parts: list[Leaves], given: list[Microbatch]) -> tuple[list[Variant], list[Built]]:
+        """Capture and plan what is missing, and agree with the other ranks, before anything runs."""
+        variants: list[Variant] = []
+        programs: list[Built] = []
+        failure: Exception | None = None
+        try:
+            variants = [self._planner.variant(leaves, each) for leaves, each in zip(parts, given, strict=True)]
+            programs = self._planner.prepare(variants)
+        except Exception as error:
+            failure = error
+        group = self._planner.group()
+        if group is not None:
+            agree(group, len(given), self._planner.is_new, self._planner.fingerprint, failure)
+            self._planner.is_new = False
+        elif failure is not None:
+            raise failure
+        return variants, programs
 
-    def _capture(self, leaves: Leaves, microbatch: Microbatch) -> _Variant:
-        limit = 1 if self.config.dynamic is False else self.config.max_variants
-        if len(self._variants) >= limit:
-            raise UnsupportedError(_too_many(limit, self._variants, leaves))
-        captured = capture(self.module, microbatch, self.config)
-        chunk = to_chunk(captured.joint, self.config, self._records)
-        joint = captured.joint
-        constants = {
-            each.name: getattr(joint.module, each.name) for each in joint.inputs if each.kind is InputKind.CONSTANT
-        }
-        loss_dtype = next(node.meta["val"].dtype for node in joint.module.graph.nodes if node.name == joint.loss)
-        return _Variant(captured, chunk, Layout.of(chunk), constants, loss_dtype)
-
-    def _program(self, f: _Variant | None, b: _Variant | None) -> _Built:
-        key = (id(f) if f else None, id(b) if b else None)
-        if key not in self._built:
-            plan = build_plan(f.chunk if f else None, b.chunk if b else None, self.config)
-            fused = to_fused(plan, self.config, self._records)
-            program = lower(fused, f.layout if f else None, b.layout if b else None)
-            self._built[key] = _Built(fused, program)
-        return self._built[key]
-
-    def _begin(self, number: int, variant: _Variant, leaves: Leaves, microbatch: Microbatch) -> MicrobatchState:
+    def _begin(self, number: int, variant: Variant, leaves: Leaves, microbatch: Microbatch) -> MicrobatchState:
         scale = self.config.grad_scale if microbatch.grad_scale is None else microbatch.grad_scale
         return MicrobatchState.begin(
             number,
@@ -236,8 +191,8 @@ class OverlappedModel(nn.Module):
             scale_as_gradient(scale, variant.loss_dtype),
         )
 
-    def _collect(self, result: StepResult, state: MicrobatchState | None, variant: _Variant, outputs: bool) -> None:
-        assert state is not None
+    def _collect(self, result: StepResult, state: MicrobatchState, variant: Variant, outputs: bool) -> None:
+        """Take the loss and the outputs out of a microbatch's state."""
         layout, spec = variant.layout, variant.capture.output
         result.losses.append(state.values[layout.loss].clone())
         tensors = [state.values[i] for i in layout.outputs]
@@ -249,22 +204,6 @@ class OverlappedModel(nn.Module):
             kept = compat.unflatten(leaves, spec.spec)
         result.outputs.append(kept)
 
-    # --- what the inspection methods need ----------------------------------------------------------------------
-
-    def _require_latest(self) -> tuple[_Variant, _Variant]:
-        if self._latest is None:
-            raise UnsupportedError(
-                "Nothing has been traced yet. Pass example_inputs to transform, or run a step, before you ask for "
-                "plans, graphs or the report."
-            )
-        return self._latest
-
-    def _latest_built(self, kind: str) -> _Built:
-        if kind not in KINDS:
-            raise ConfigError(f"plan kind is {kind!r}; allowed in this version: {', '.join(KINDS)}.")
-        f, b = self._require_latest()
-        return self._program(f if "F" in kind else None, b if "B" in kind else None)
-
 
 def scale_as_gradient(scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The gradient that `(loss * scale).backward()` gives to a loss of this dtype: 0-dim."""
@@ -273,22 +212,3 @@ def scale_as_gradient(scale: float | torch.Tensor, dtype: torch.dtype) -> torch.
         (loss * scale).backward()
     assert loss.grad is not None
     return loss.grad
-
-
-def _too_many(limit: int, variants: dict[Key, _Variant], leaves: Leaves) -> str:
-    """Name the leaf that varies."""
-    new = microbatch_key(leaves)
-    for key in variants:
-        spec, seen = key[0]
-        if spec != new[0]:
-            continue
-        for path, old, now in zip(leaves.paths, seen, new[1], strict=True):
-            if old != now:
-                return (
-                    f"step: {limit} variants are captured already and {path} varies: {old} before, {now} now. Pad "
-                    f"microbatches to few sizes (bucketing), or raise OverlapConfig.max_variants."
-                )
-    return (
-        f"step: {limit} variants are captured already, and the structure of the microbatch, the model's parameters, "
-        f"modes or the ambient autocast differ from all of them. Keep them fixed, or raise OverlapConfig.max_variants."
-    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -26,6 +27,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.fx.traceback import annotate_fn, preserve_node_meta
@@ -279,3 +281,12 @@ def shares_storage(tensor: torch.Tensor) -> bool:
 def without_compile(model: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped, or the module itself."""
     return getattr(model, "_orig_mod", model)
+
+
+# --- process groups (checked on 2.13.0) -------------------------------------------------------------------------
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name, as functional collectives have it in the graph."""
+    resolve: Any = distributed_c10d._resolve_process_group
+    return resolve(name)

@@ -204,56 +204,53 @@ def test_b18_as_many_live_tensors_after_step_5_as_after_step_2(overlapped: fxo.O
 class Inside(TorchDispatchMode):
     """For each op that runs, which of the watched storages are alive right before it."""
 
-    def __init__(self, refs: dict[int, StorageWeakRef]) -> None:
+    def __init__(self, refs: Iterable[StorageWeakRef]) -> None:
         super().__init__()
-        self.refs = refs
+        self.refs = list(refs)
         self.before: list[set[int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.before.append({i for i, ref in self.refs.items() if not ref.expired()})
+        self.before.append({ref.cdata for ref in self.refs if not ref.expired()})
         return func(*args, **kwargs or {})
 
 
-def last_uses(operation: Operation) -> dict[int, int | None]:
-    """Position in the state of each argument -> number of the op that uses it last; None if a result may alias it."""
+def last_uses(operation: Operation, state: MicrobatchState) -> dict[int, int]:
+    """The storages that die with a node -> the number of the op in the node that uses it last, not the last op.
+
+    Storages that a result may alias are left out, and those that something else than the dying values holds.
+    """
     graph = operation.call.__self__.graph
-    arguments = graph.find_nodes(op="placeholder")
-    uses: dict[Any, int | None] = dict.fromkeys(arguments, -1)
-    number = -1
+    arguments = dict(zip(graph.find_nodes(op="placeholder"), operation.reads, strict=True))
+    found: dict[int, int] = {}
+    kept = {storage(t) for i, t in enumerate(state.values) if isinstance(t, Tensor) and i not in operation.frees}
+    number = 0
     for node in graph.nodes:
+        for root in {op_facts.storage_root(source) for source in node.all_input_nodes} & set(arguments):
+            value = state.values[arguments[root]]
+            if isinstance(value, Tensor):
+                found[storage(value)] = number
         number += node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-        for root in {op_facts.storage_root(source) for source in node.all_input_nodes} & set(uses):
-            uses[root] = None if node.op == "output" else number
-    return {position: uses[node] for position, node in zip(operation.reads, arguments, strict=True)}
+    return {key: use for key, use in found.items() if key not in kept and use + 1 < number}
 
 
 def test_arguments_die_in_the_node_with_their_last_use(overlapped: fxo.OverlappedModel) -> None:
     late: list[str] = []
-    early = 0
+    watched = 0
 
     def watch(issue: Issue, operation: Operation, state: MicrobatchState) -> None:
-        nonlocal early
-        kept = [value for i, value in enumerate(state.values) if i not in operation.frees]
-        known = {storage(tensor) for tensor in (*tensors(kept), *owned(overlapped.module), *given_tensors)}
-        uses = {i: n for i, n in last_uses(operation).items() if i in operation.frees and n is not None}
-        dying = {i: state.values[i] for i in uses if isinstance(state.values[i], Tensor)}
-        refs = {i: StorageWeakRef(t.untyped_storage()) for i, t in dying.items() if storage(t) not in known}
-        del kept, dying
-        with Inside(refs) as inside:
+        nonlocal watched
+        uses = last_uses(operation, state)
+        refs = {storage(t): StorageWeakRef(t.untyped_storage()) for t in tensors(state.values) if storage(t) in uses}
+        with Inside(refs.values()) as inside:
             issue(operation, state)
-        ops = sum(isinstance(n.target, torch._ops.OpOverload) for n in operation.call.__self__.graph.nodes)
-        for i in refs:
-            if uses[i] + 1 < ops:
-                early += i not in inside.before[uses[i] + 1]
-                if i in inside.before[uses[i] + 1]:
-                    late.append(f"value {i} of {operation.instance}")
+        late.extend(str(operation.instance) for key, use in uses.items() if key in inside.before[use + 1])
+        watched += len(uses)
 
     given = batches(3)
-    given_tensors = tensors(given)
     with uncollected(), around_each_node(watch):
         overlapped.step(given, outputs=False)
     assert late == []
-    assert early > 30
+    assert watched > 100
 
 
 @pytest.mark.parametrize("name", ["overlapped", "raw"])

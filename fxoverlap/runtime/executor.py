@@ -16,8 +16,11 @@ from fxoverlap.runtime.state import MicrobatchState
 def run(program: Program, forward: MicrobatchState | None, backward: MicrobatchState | None) -> None:
     """Run every operation of a program on the states of its microbatches.
 
-    Raises StepError, naming node, phase and microbatch, with the original error as its cause.
+    Raises StepError, naming node, phase and microbatch, with the original error as its cause; also if a parameter was
+    changed since the forward of the microbatch whose backward runs.
     """
+    if backward is not None:
+        backward.check_parameters()
     for operation in program.operations:
         state = forward if operation.of_forward else backward
         assert state is not None

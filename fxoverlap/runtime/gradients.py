@@ -6,7 +6,11 @@ queued callbacks run as they do in eager. Without hooks it is assigned or added 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 from fxoverlap import compat
 
@@ -22,6 +26,18 @@ def deliver(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
             target.grad = _own(gradient, target)
         else:
             target.grad.add_(gradient)
+
+
+@contextlib.contextmanager
+def all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Take back the gradients that a failed step has made: a `.grad` that was None is None again."""
+    without = [param for param in model.parameters() if param.grad is None]
+    try:
+        yield
+    except BaseException:
+        for param in without:
+            param.grad = None
+        raise
 
 
 def _own(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,12 @@ runtime keeps a tensor of a microbatch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fxoverlap.errors import StepError
 from fxoverlap.ir import ChunkGraph, GraphInput, InputKind, Phase
 
 
@@ -70,6 +71,7 @@ class MicrobatchState:
         params: the parameters, by `GraphInput.index`.
         buffers: the buffers, likewise.
         leaves: the tensors of the microbatch, likewise.
+        versions: of each parameter, how often it had been written to when the forward began.
     """
 
     number: int
@@ -78,7 +80,7 @@ class MicrobatchState:
     params: Sequence[torch.Tensor]
     buffers: Sequence[torch.Tensor]
     leaves: Sequence[torch.Tensor]
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    versions: tuple[int, ...]
 
     @staticmethod
     def begin(
@@ -91,7 +93,8 @@ class MicrobatchState:
         tangent: torch.Tensor,
     ) -> MicrobatchState:
         """Bind the graph's inputs."""
-        state = MicrobatchState(number, layout, [None] * len(layout.index), params, buffers, leaves, constants)
+        versions = tuple(param._version for param in params)
+        state = MicrobatchState(number, layout, [None] * len(layout.index), params, buffers, leaves, versions)
         for position, each in layout.bound:
             if each.kind is InputKind.PARAM:
                 value = params[each.index]
@@ -105,6 +108,15 @@ class MicrobatchState:
                 value = tangent
             state.values[position] = value.clone() if position in layout.snapshots else value
         return state
+
+    def check_parameters(self) -> None:
+        """Raise StepError if a parameter was written to since the forward: the gradients would be of neither value."""
+        for _, each in self.layout.bound:
+            if each.kind is InputKind.PARAM and self.params[each.index]._version != self.versions[each.index]:
+                raise StepError(
+                    f"Parameter {each.name} was changed between the forward and the backward of microbatch "
+                    f"{self.number}, expected no change within a step. Run the optimizer after step(), not in a hook."
+                )
 
     def target(self, kind: InputKind, index: int) -> torch.Tensor:
         """The leaf tensor that a gradient belongs to."""

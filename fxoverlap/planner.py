@@ -1,0 +1,183 @@
+"""Captures and plans of one model, made once and used again.
+
+A *variant* is one capture with its chunk graph. A program is built for each pair of variants that meet in a step: the
+one whose forward runs and the one whose backward runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxoverlap import compat
+from fxoverlap.capture import Capture, capture
+from fxoverlap.config import OverlapConfig
+from fxoverlap.errors import ConfigError, UnsupportedError
+from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind
+from fxoverlap.microbatch import Leaves, Microbatch
+from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
+from fxoverlap.report import node_table
+from fxoverlap.runtime import Layout, Program, lower
+from fxoverlap.schedule import build_plan
+from fxoverlap.variants import Key, ambient_key, microbatch_key, model_key
+
+KINDS = ("F", "FB", "B")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A captured microbatch and what was derived from it.
+
+    Attributes:
+        capture: the traced graph and how its ends are bound.
+        chunk: its schedule nodes.
+        layout: the numbering of its values.
+        constants: tensors that the graph holds, by name.
+        loss_dtype: dtype of the loss.
+    """
+
+    capture: Capture
+    chunk: ChunkGraph
+    layout: Layout
+    constants: dict[str, torch.Tensor]
+    loss_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A plan as a fused graph, and the program that runs it."""
+
+    fused: FusedGraph
+    program: Program
+
+
+class Planner:
+    """What has been captured and planned for one model under one config.
+
+    Attributes:
+        records: what every pass did, in order.
+        is_new: whether something was planned since the ranks last agreed.
+    """
+
+    def __init__(self, model: nn.Module, config: OverlapConfig) -> None:
+        self._model, self._config = model, config
+        self._variants: dict[Key, Variant] = {}
+        self._built: dict[tuple[int | None, int | None], Built] = {}
+        self._latest: tuple[Variant, Variant] | None = None
+        self.records: list[PassRecord] = []
+        self.is_new = True
+
+    @property
+    def variants(self) -> int:
+        """Number of captured variants."""
+        return len(self._variants)
+
+    def variant(self, leaves: Leaves, microbatch: Microbatch) -> Variant:
+        """The variant that fits a microbatch; captured if there is none yet.
+
+        Raises CaptureError, UnsupportedError.
+        """
+        key = (microbatch_key(leaves), model_key(self._model), ambient_key())
+        if key not in self._variants:
+            limit = 1 if self._config.dynamic is False else self._config.max_variants
+            if len(self._variants) >= limit:
+                raise UnsupportedError(_too_many(limit, list(self._variants), leaves))
+            self._variants[key] = self._capture(microbatch)
+            self.is_new = True
+        return self._variants[key]
+
+    def built(self, f: Variant | None, b: Variant | None) -> Built:
+        """The program in which the forward of `f` and the backward of `b` run."""
+        key = (id(f) if f else None, id(b) if b else None)
+        if key not in self._built:
+            plan = build_plan(f.chunk if f else None, b.chunk if b else None, self._config)
+            fused = to_fused(plan, self._config, self.records)
+            program = lower(fused, f.layout if f else None, b.layout if b else None)
+            self._built[key] = Built(fused, program)
+            self.is_new = True
+        return self._built[key]
+
+    def prepare(self, variants: list[Variant]) -> list[Built]:
+        """The programs of a step over microbatches of these variants, in order; they become the latest."""
+        self._latest = (variants[-1], variants[max(len(variants) - 2, 0)])
+        return [self.built(f, b) for f, b in zip([*variants, None], [None, *variants], strict=True)]
+
+    def latest(self) -> tuple[Variant, Variant]:
+        """The variants whose forward and backward the latest FB plan holds. Raises UnsupportedError before a trace."""
+        if self._latest is None:
+            raise UnsupportedError(
+                "Nothing has been traced yet. Pass example_inputs to transform, or run a step, before you ask for "
+                "plans, graphs or the report."
+            )
+        return self._latest
+
+    def latest_built(self, kind: str) -> Built:
+        """The program of one kind for the latest variants. Raises ConfigError for an unknown kind."""
+        if kind not in KINDS:
+            raise ConfigError(f"plan kind is {kind!r}; allowed in this version: {', '.join(KINDS)}.")
+        f, b = self.latest()
+        return self.built(f if "F" in kind else None, b if "B" in kind else None)
+
+    def fingerprint(self) -> list[str]:
+        """Lines that are equal on two ranks if they run the same plans; no shapes, costs or tensors."""
+        skip = ("process_group", "grad_scale")
+        lines = [f"{each.name} = {_stable(getattr(self._config, each.name))}" for each in fields(self._config)]
+        lines = [line for line in lines if not line.startswith(skip)]
+        for variant in self._variants.values():
+            lines += node_table(variant.chunk).splitlines()
+        return lines + [line for built in self._built.values() for line in str(built.fused.plan).splitlines()]
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The expert-parallel group: the config's, else one that a module holds, else that of the graph's exchanges."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        asked = self._config.process_group
+        if asked is not None:
+            return compat.process_group(asked) if isinstance(asked, str) else asked
+        names = {e.group for v in self._variants.values() if v.chunk.joint for e in v.chunk.joint.exchanges}
+        for module in self._model.modules():
+            held = [each for each in vars(module).values() if isinstance(each, dist.ProcessGroup)]
+            if held and (not names or held[0].group_name in names):
+                return held[0]
+        return compat.process_group(min(names)) if names else None
+
+    def _capture(self, microbatch: Microbatch) -> Variant:
+        captured = capture(self._model, microbatch, self._config)
+        chunk = to_chunk(captured.joint, self._config, self.records)
+        joint = captured.joint
+        constants = {
+            each.name: getattr(joint.module, each.name) for each in joint.inputs if each.kind is InputKind.CONSTANT
+        }
+        assert chunk.joint is not None
+        loss = next(node for node in joint.module.graph.nodes if node.name == chunk.joint.loss)
+        return Variant(captured, chunk, Layout.of(chunk), constants, loss.meta["val"].dtype)
+
+
+def _stable(value: Any) -> str:
+    """A text of a config field without addresses."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_stable(each) for each in value)})"
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _too_many(limit: int, variants: list[Key], leaves: Leaves) -> str:
+    """Name the leaf that varies."""
+    new = microbatch_key(leaves)
+    for key in variants:
+        spec, seen = key[0]
+        if spec != new[0]:
+            continue
+        for path, old, now in zip(leaves.paths, seen, new[1], strict=True):
+            if old != now:
+                return (
+                    f"step: {limit} variants are captured already and {path} varies: {old} before, {now} now. Pad "
+                    f"microbatches to few sizes (bucketing), or raise OverlapConfig.max_variants."
+                )
+    return (
+        f"step: {limit} variants are captured already, and the structure of the microbatch, the model's parameters, "
+        f"modes or the ambient autocast differ from all of them. Keep them fixed, or raise OverlapConfig.max_variants."
+    )
