@@ -75,7 +75,8 @@ def _describe(value: Any, symbols: dict[str, str]) -> str:
 
 def _size(size: Any, symbols: dict[str, str]) -> str:
     text = str(size)
-    for symbol in sorted(map(str, compat.free_symbols(size)), key=len, reverse=True):
+    # Longest first, so that u1 is not found in u10; then by name, because the order of a set differs between ranks.
+    for symbol in sorted(map(str, compat.free_symbols(size)), key=lambda name: (-len(name), name)):
         text = text.replace(symbol, symbols.setdefault(symbol, f"s{len(symbols)}"))
     return text
 

@@ -21,11 +21,15 @@ def deliver(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         with torch.enable_grad():
             torch.autograd.backward(targets, gradients)
         return
+    given_away: set[int] = set()
     for target, gradient in zip(targets, gradients, strict=True):
-        if target.grad is None:
-            target.grad = _own(gradient, target)
-        else:
+        if target.grad is not None:
             target.grad.add_(gradient)
+        elif id(gradient) in given_away:
+            target.grad = _copy(gradient, target)
+        else:
+            given_away.add(id(gradient))
+            target.grad = _own(gradient, target)
 
 
 @contextlib.contextmanager
@@ -45,4 +49,8 @@ def _own(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     dense = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
     if dense and gradient.stride() == target.stride() and not compat.shares_storage(gradient):
         return gradient
+    return _copy(gradient, target)
+
+
+def _copy(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(target, requires_grad=False).copy_(gradient)

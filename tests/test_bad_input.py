@@ -1,0 +1,375 @@
+"""What cannot be done is refused: the error that the interface names, a message that says what is wrong and how to mend
+it, and a model, its gradients and the generator as they were before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from toys import batches, differences, toy, train_both
+
+import fxoverlap as fxo
+from fxoverlap.ir import Phase
+from fxoverlap.schedule.policies import Order, sequential
+
+Order_ = Sequence[Any]
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Check that the block leaves values, gradients, attributes and the generator alone, and that the model runs on."""
+    before = copy.deepcopy(model)
+    attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    gradients = [param.grad for param in model.parameters()]
+    generator = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert differences(before, model) == []
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), gradients, strict=True))
+    after = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    assert {n: {k: id(v) for k, v in each.items()} for n, each in after.items()} == {
+        n: {k: id(v) for k, v in each.items()} for n, each in attributes.items()
+    }
+
+
+def check(message: str, parts: Sequence[str]) -> None:
+    """Every part stands in the message."""
+    assert [part for part in parts if part not in message] == [], message
+
+
+# --- models that cannot be traced or have no loss ------------------------------------------------------------------
+
+
+class Tail(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, y: Tensor) -> Any:
+        return self.function(y)
+
+
+class Model(nn.Module):
+    """Draws random numbers, counts its calls in a buffer, and ends with a function."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.tail = Tail(function)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        self.calls.add_(1)
+        self.last = x
+        return self.tail(F.dropout(self.linear(x), 0.5) * scale)
+
+
+X = torch.ones(3, 4)
+NO_LOSS = ("The model's forward must return a scalar", "'loss'", "Reduce it")
+TAIL = ("'tail'", "test_bad_input.py:")
+BRANCH = (*TAIL, "contents of a tensor", "torch.where or torch.cond")
+FORWARDS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], tuple[str, ...]]] = {
+    "vector": (lambda y: y.sum(0), fxo.UnsupportedError, (*NO_LOSS, "shape (4,)")),
+    "one element": (lambda y: y.sum().view(1), fxo.UnsupportedError, (*NO_LOSS, "shape (1,)")),
+    "None": (lambda y: None, fxo.UnsupportedError, (*NO_LOSS, "NoneType")),
+    "number": (lambda y: 1.0, fxo.UnsupportedError, (*NO_LOSS, "a float")),
+    "list": (lambda y: [y.sum()], fxo.UnsupportedError, (*NO_LOSS, "a list")),
+    "empty tuple": (lambda y: (), fxo.UnsupportedError, (*NO_LOSS, "a tuple")),
+    "tuple": (lambda y: (y, y.sum()), fxo.UnsupportedError, (*NO_LOSS, "shape (3, 4)")),
+    "dict": (lambda y: {"logits": y}, fxo.UnsupportedError, ("keys ['logits']", "under the key 'loss'")),
+    "dict of vector": (lambda y: {"loss": y}, fxo.UnsupportedError, (*NO_LOSS, "shape (3, 4)")),
+    "detached": (lambda y: y.sum().detach(), fxo.UnsupportedError, ("does not require a gradient", "requires_grad")),
+    "branch": (lambda y: y.sum() if y.sum() > 0 else -y.sum(), fxo.CaptureError, BRANCH),
+    "item": (lambda y: y.sum() * (2 if y.sum().item() > 0 else 3), fxo.CaptureError, BRANCH),
+    "range": (lambda y: sum(y.sum() for _ in range(int((y > 0).sum()))), fxo.CaptureError, BRANCH),
+    "numpy": (lambda y: y.sum() * float(y.detach().numpy().sum()), fxo.CaptureError, (*TAIL, "numpy", "tensor ops")),
+    "error": (lambda y: y.no_such_attribute, fxo.CaptureError, (*TAIL, "no_such_attribute")),
+}
+
+
+@pytest.mark.parametrize("first_step", [False, True], ids=["transform", "step"])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forward(name: str, first_step: bool) -> None:
+    function, error, parts = FORWARDS[name]
+    model = Model(function)
+    model.linear.weight.grad = torch.ones(4, 4)
+    with untouched(model), pytest.raises(error) as caught:
+        if first_step:
+            fxo.transform(model).step([(X,)])
+        else:
+            fxo.transform(model, example_inputs=(X,))
+    assert type(caught.value) is error
+    check(str(caught.value), parts)
+    if name != "error":
+        model(X)
+
+
+def test_a_refusal_does_not_spoil_the_next_step() -> None:
+    sign = [False]
+    model = Model(lambda y: (y.sum() if y.sum() > 0 else -y.sum()) if sign[0] else y.sum())
+    overlapped = fxo.transform(model)
+    sign[0] = True
+    with untouched(model), pytest.raises(fxo.CaptureError):
+        overlapped.step([(X,)])
+    sign[0] = False
+    assert train_both(overlapped, lambda step: [(X,), (2 * X,)]) == []
+
+
+ARGUMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "missing": ((), ("'x'", "microbatch")),
+    "missing by keyword": ({"scale": 2.0}, ("'x'", "microbatch")),
+    "one too many": ((X, 1.0, 2.0), ("positional argument", "microbatch")),
+    "extra keyword": (fxo.Microbatch((X,), {"mask": X}), ("'mask'", "microbatch")),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_do_not_fit_the_forward(name: str) -> None:
+    given, parts = ARGUMENTS[name]
+    overlapped = fxo.transform(Model(lambda y: y.sum()), example_inputs=(X,))
+    with untouched(overlapped.module), pytest.raises(fxo.CaptureError) as caught:
+        overlapped.step([(X,), given])
+    check(str(caught.value), parts)
+    assert "real values" not in str(caught.value)  # the remedy of another fault
+    assert train_both(overlapped, lambda step: [(X,)]) == []
+
+
+# --- arguments of the interface ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [[], ()], ids=["list", "tuple"])
+def test_no_microbatch(given: Sequence[Any]) -> None:
+    overlapped = fxo.transform(Model(lambda y: y.sum()))
+    with untouched(overlapped.module), pytest.raises(ValueError, match="no microbatch; expected a list") as caught:
+        overlapped.step(given)
+    assert type(caught.value) is fxo.ConfigError
+
+
+@pytest.mark.parametrize("given", [X, {"x": X}, fxo.Microbatch((X,)), "x", None, 3, iter([X])], ids=lambda v: str(type(v)))
+def test_something_else_than_a_list_of_microbatches(given: Any) -> None:
+    overlapped = fxo.transform(Model(lambda y: y.sum()))
+    with untouched(overlapped.module), pytest.raises(fxo.ConfigError) as caught:
+        overlapped.step(given)
+    check(str(caught.value), [f"a {type(given).__name__}", "list of microbatches", "step([microbatch])"])
+
+
+@pytest.mark.parametrize("given", [lambda x: x, None, Model, torch.ones(1)], ids=lambda v: type(v).__name__)
+def test_model_that_is_no_module(given: Any) -> None:
+    with pytest.raises(fxo.ConfigError, match=f"model is a {type(given).__name__}, expected an nn.Module"):
+        fxo.transform(given)
+
+
+@pytest.mark.parametrize("given", [{}, "auto", 1, fxo.OverlapConfig], ids=repr)
+def test_config_that_is_none(given: Any) -> None:
+    with pytest.raises(fxo.ConfigError, match=f"config is a {type(given).__name__}, expected an OverlapConfig"):
+        fxo.transform(Model(lambda y: y.sum()), given)
+
+
+FIELDS: list[tuple[str, Any, str]] = [
+    *(("pattern", value, "*") for value in ("", "X", "[*", "*]", "[]", "[E*]", "[[*]]", 5)),
+    *(("layers", value, "FQN glob") for value in ("", 5, None, [5], [""], nn.Linear)),
+    *(("mtp_layers", value, "FQN glob") for value in ("", 5, None, [5], [""])),
+    *(("schedule", value, "auto, megatron, sequential") for value in ("fast", None, 1, ["auto"])),
+    *(("delay_wgrad", value, "True or False") for value in (None, 1, "yes")),
+    *(("recompute", value, "Recompute") for value in ("uniform", True, 1)),
+    *(("early_release", value, "True or False") for value in (None, 1, "yes")),
+    *(("ramp", value, "none, pair") for value in ("both", None, True)),
+    *(("memory_budget", value, "positive integer") for value in (0, -1, 1.5, "1GB", True)),
+    *(("imbalance", value, "at least 1") for value in (0.5, None, "2", True, float("nan"))),
+    *(("compile", value, "inductor") for value in ("eager", True, 1)),
+    *(("grad_scale", value, "finite number") for value in (None, "1", True, float("nan"), float("inf"))),
+    *(("grad_scale", value, "0-dim") for value in (torch.ones(2), torch.tensor(1))),
+    *(("opaque", value, "module types or FQN globs") for value in ("attn", None, 5, (5,), (nn.Linear(1, 1),))),
+    *(("hooks", value, "refuse, trace") for value in ("keep", None, True)),
+    *(("dynamic", value, "False") for value in (True, None, "yes", 0)),
+    *(("max_variants", value, "positive integer") for value in (0, -1, 2.0, True, None)),
+    *(("process_group", value, "group") for value in (5, nn.Linear(1, 1))),
+    *(("passes", value, "stage") for value in (5, [5], [len], "cut")),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), FIELDS, ids=lambda value: repr(value)[:20])
+def test_config_field(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        fxo.OverlapConfig(**{field: value})
+    assert type(caught.value) is fxo.ConfigError
+    check(str(caught.value), [f"OverlapConfig.{field}", allowed])
+    assert repr(value) in str(caught.value) or isinstance(value, list)
+
+
+RECOMPUTE: list[tuple[dict[str, Any], str, str]] = [
+    *(({"method": value}, "method", "uniform, block, selective") for value in ("full", None, ["uniform"])),
+    *(({"method": "block", "num_layers": value}, "num_layers", "positive integer") for value in (0, 1.0, True, None)),
+    *(({"method": "selective", "modules": value}, "modules", "FQN glob") for value in ((), "attn", (5,), 5)),
+    *(({"method": "uniform", "keep": value}, "keep", "dispatch, experts, combine") for value in ("dispatch", ("x",), 5)),
+]
+
+
+@pytest.mark.parametrize(("fields", "field", "allowed"), RECOMPUTE, ids=repr)
+def test_recompute_field(fields: dict[str, Any], field: str, allowed: str) -> None:
+    with pytest.raises(fxo.ConfigError) as caught:
+        fxo.Recompute(**fields)
+    check(str(caught.value), [f"Recompute.{field}", allowed])
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "allowed"),
+    [
+        ({"args": [X]}, "args", "a tuple"),
+        ({"args": X}, "args", "a tuple"),
+        ({"kwargs": [X]}, "kwargs", "names as keys"),
+        ({"kwargs": {1: X}}, "kwargs", "names as keys"),
+        ({"grad_scale": "2"}, "grad_scale", "finite number"),
+        ({"grad_scale": torch.ones(1)}, "grad_scale", "0-dim"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_microbatch_field(fields: dict[str, Any], field: str, allowed: str) -> None:
+    with pytest.raises(fxo.ConfigError) as caught:
+        fxo.Microbatch(**fields)
+    check(str(caught.value), [f"Microbatch.{field}", allowed])
+
+
+def test_plans_that_there_are_not() -> None:
+    overlapped = fxo.transform(Model(lambda y: y.sum()))
+    for ask in (lambda: overlapped.plan("FB"), lambda: overlapped.fused_graph("F"), overlapped.golden, overlapped.report):
+        with pytest.raises(fxo.UnsupportedError, match=r"Nothing has been traced yet\. Pass example_inputs"):
+            ask()
+    overlapped.step([(X,)])
+    for kind in ("X", "", "fb", None):
+        with pytest.raises(fxo.ConfigError, match=rf"kind is {kind!r}; allowed.*F, FB, B"):
+            overlapped.plan(kind)
+
+
+# --- layers and patterns -------------------------------------------------------------------------------------------
+
+LAYERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "glob matches nothing": ("[*E]", {"pattern": "[*E]", "layers": "blocks.*"}, ("'[*E]'", "'blocks.*'", "Set OverlapConfig.layers")),
+    "pattern too short": ("[*E]", {"pattern": "E"}, ("'E' has 1", "runs 2: layers.0, layers.1", "one symbol for each")),
+    "pattern too long": ("[*E]", {"pattern": "[*E]-"}, ("'[*E]-' has 3", "runs 2", "one symbol for each layer")),
+    "dense symbol for MoE": ("[*E]", {"pattern": "*-"}, ("'*-'", "'-' for layer layers.1", "Write 'E'")),
+    "MoE symbol for dense": ("[*E]-", {"pattern": "[*E]E"}, ("'[*E]E'", "'E' for layers.2", "Write '-'")),
+    "glob matches half": ("[*E]", {"layers": "layers.0"}, ("'layers.1'", "['layers.0']", "Set OverlapConfig.layers")),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_and_pattern(name: str, group: dist.ProcessGroup) -> None:
+    pattern, fields, parts = LAYERS[name]
+    model = toy(pattern, group)
+    with untouched(model), pytest.raises(fxo.UnsupportedError) as caught:
+        fxo.transform(model, fxo.OverlapConfig(**fields), example_inputs=batches(1)[0])
+    check(str(caught.value), parts)
+    assert model(*batches(1)[0]).isfinite()
+
+
+# --- hooks ---------------------------------------------------------------------------------------------------------
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "register_forward_pre_hook": lambda module, args: (args[0] * 2,),
+    "register_forward_hook": lambda module, args, output: output * 2,
+    "register_full_backward_pre_hook": lambda module, grad_output: (grad_output[0] * 2,),
+    "register_full_backward_hook": lambda module, grad_input, grad_output: (grad_input[0] * 2,),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_module_hooks(kind: str) -> None:
+    model = toy("*-")
+    getattr(model.layers[1], kind)(HOOKS[kind])
+    with untouched(model), pytest.raises(fxo.UnsupportedError, match=r"'layers\.1' has .* hooks.*hooks=\"trace\""):
+        fxo.transform(model, example_inputs=batches(1)[0])
+    assert train_both(model, lambda step: batches(2, seed=step), fxo.OverlapConfig(hooks="trace")) == []
+
+
+# --- too many variants ---------------------------------------------------------------------------------------------
+
+
+def test_too_many_variants_name_what_varies_and_what_was_seen() -> None:
+    overlapped = fxo.transform(toy("*-"), fxo.OverlapConfig(max_variants=2))
+    overlapped.step([*batches(1, tokens=4), *batches(1, tokens=6)])
+    with untouched(overlapped.module), pytest.raises(fxo.UnsupportedError) as caught:
+        overlapped.step(batches(1, tokens=8))
+    check(str(caught.value), ["args[0]", "(1, 4)", "(1, 6)", "(1, 8)", "bucketing", "OverlapConfig.max_variants"])
+    overlapped.step([*batches(1, tokens=4), *batches(1, tokens=6)])
+
+
+def test_dynamic_false_takes_one_shape() -> None:
+    overlapped = fxo.transform(toy("*-"), fxo.OverlapConfig(dynamic=False))
+    overlapped.step(batches(2, tokens=4))
+    with untouched(overlapped.module), pytest.raises(fxo.UnsupportedError) as caught:
+        overlapped.step(batches(1, tokens=8))
+    check(str(caught.value), ["args[0]", "(1, 4)", "(1, 8)", "OverlapConfig.dynamic"])
+    overlapped.step(batches(2, tokens=4))
+
+
+# --- policies ------------------------------------------------------------------------------------------------------
+
+Edit = Callable[[Order], Any]
+
+
+def position(order: Order, name: str) -> int:
+    return next(i for i, (node, _) in enumerate(order) if node.name == name)
+
+
+def moved(order: Order, name: str, to: int) -> Order:
+    """The order with one node at another position."""
+    entry = order[position(order, name)]
+    rest = [each for each in order if each is not entry]
+    return [*rest[:to], entry, *rest[to:]]
+
+
+POLICIES: dict[str, tuple[Edit, tuple[str, ...]]] = {
+    "unknown node": (lambda o: [(replace(o[0][0], layer=7), o[0][1]), *o[1:]], ("L7.", "no such node")),
+    "node twice": (lambda o: [*o, o[0]], ("pre_process.F more than once", "place every node once")),
+    "F missing": (lambda o: o[:-1], ("left out post_process.F", "only W nodes")),
+    "B missing": (lambda o: [e for e in o if e[0].name != "L0.pre_dispatch.B"], ("left out L0.pre_dispatch.B",)),
+    "wrong microbatch": (lambda o: [(node, "B") for node, _ in o], ("pre_process.F", "'B'", 'belong to microbatch "F"')),
+    "no such microbatch": (lambda o: [(node, "G") for node, _ in o], ("pre_process.F", "'G'")),
+    "names": (lambda o: [(node.name, mb) for node, mb in o], ("'pre_process.F'", "pairs of a ScheduleNode")),
+    "no pairs": (lambda o: [node for node, _ in o], ("expected pairs of a ScheduleNode",)),
+    "nothing": (lambda o: None, ("policy", "pairs of a ScheduleNode")),
+    "F read before it is made": (
+        lambda o: moved(o, "post_process.F", position(o, "L0.pre_dispatch.F")),
+        ("'F'", "post_process.F reads", "L0.pre_dispatch.F makes later", "Place L0.pre_dispatch.F before post_process.F"),
+    ),
+    "B read before it is made": (
+        lambda o: moved(o, "L0.pre_dispatch.B", 0),
+        ("'B'", "L0.pre_dispatch.B reads", "post_process.B makes later"),
+    ),
+    "W read before it is made": (
+        lambda o: moved(o, "post_process.W", 0),
+        ("'B'", "post_process.W reads", "post_process.B makes later"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies(name: str) -> None:
+    edit, parts = POLICIES[name]
+
+    def policy(f: Any, b: Any, costs: Any, config: Any) -> Any:
+        return edit(sequential(f, None, costs, config)) if b is None else edit_b(sequential(f, b, costs, config))
+
+    def edit_b(order: Order) -> Any:
+        return edit(order) if name.startswith(("B ", "W ")) else order
+
+    if name.startswith(("B ", "W ")):
+        edit, edit_backward = (lambda order: order), edit
+
+        def edit_b(order: Order) -> Any:
+            return edit_backward(order)
+
+    model = toy("*-")
+    with untouched(model), pytest.raises(fxo.UnsupportedError) as caught:
+        fxo.transform(model, fxo.OverlapConfig(schedule=policy), example_inputs=batches(1)[0])
+    check(str(caught.value), parts)
