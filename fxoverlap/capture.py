@@ -82,11 +82,11 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     mode = compat.new_fake_mode()
     fakes = tuple(compat.fake_like(mode, parts.values[i]) for i in leaves)
     place = _Place()
-    with _restored(model) as assigned, _annotated(model, place):
+    with _restored(model) as assigned, _annotated(model, place), compat.checkpoint_replaced(_refuse_checkpoint):
         try:
             module = compat.export_joint(chunk, fakes, mode)
-        except UnsupportedError:
-            raise
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{error} (Module {place.fqn!r}.)" if place.fqn else str(error)) from error
         except Exception as error:
             raise _capture_error(error, place) from error
     assert chunk.output is not None
@@ -95,12 +95,17 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
 
 
 def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> None:
-    """Raise UnsupportedError for hooks (unless `hooks="trace"`), tensor subclasses and devices other than the CPU."""
+    """Raise UnsupportedError for hooks (unless traced), sparse gradients, tensor subclasses, accelerators."""
     for fqn, module in model.named_modules():
         if config.hooks == "refuse" and compat.has_hooks(module):
             raise UnsupportedError(
                 f"Module {fqn or type(module).__name__!r} has forward or backward hooks, whose Python would not run in "
                 f'a step. Remove them, or set OverlapConfig.hooks="trace" to capture what they do to tensors.'
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UnsupportedError(
+                f"Module {fqn or type(module).__name__!r} makes sparse gradients, which cannot be scheduled. "
+                f"Use sparse=False."
             )
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for fqn, tensor in tensors:
@@ -114,6 +119,13 @@ def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> Non
                 f"{fqn} is on {tensor.device}; this version of fxoverlap runs on CPU process groups only. "
                 f"Move the model to the CPU."
             )
+
+
+def _refuse_checkpoint(*args: Any, **kwargs: Any) -> None:
+    raise UnsupportedError(
+        "The model calls torch.utils.checkpoint, which tracing would drop without a trace; this version of fxoverlap "
+        "cannot recompute yet. Switch activation checkpointing off for the overlapped model."
+    )
 
 
 class _Place:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -114,6 +115,21 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
         stack.enter_context(non_strict_tracing())
         stack.enter_context(eager_composites())
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+@contextlib.contextmanager
+def checkpoint_replaced(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Call `replacement` where `torch.utils.checkpoint.checkpoint` would begin a region, however it was imported."""
+    module: Any = torch.utils.checkpoint
+    generator, apply = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
+    module._checkpoint_without_reentrant_generator = replacement
+    module.CheckpointFunction.apply = replacement
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = generator
+        del module.CheckpointFunction.apply
+        assert module.CheckpointFunction.apply == apply
 
 
 def annotated(forward: Callable[..., Any], key: str, value: str) -> Callable[..., Any]:

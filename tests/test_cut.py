@@ -24,7 +24,7 @@ from toys import RawModel, RawMoE, batches, toy, train_both
 import fxoverlap as fxo
 from fxoverlap.capture import capture
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import META, ChunkGraph, Exchange, JointGraph, OpTag, Phase, PhysicalLayer, Role, ScheduleNode, Slot
+from fxoverlap.ir import META, ChunkGraph, Exchange, JointGraph, OpTag, Phase, PhysicalLayer, Role, Slot
 from fxoverlap.microbatch import as_microbatch
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.chain import Chain, backward_chain, forward_chain
@@ -111,10 +111,6 @@ def ops(chunk: ChunkGraph) -> dict[str, fx.Node]:
     return {node.name: node for node in chunk.joint.module.graph.nodes}
 
 
-def by_name(chunk: ChunkGraph) -> dict[str, ScheduleNode]:
-    return {node.name: node for node in chunk.nodes}
-
-
 def where(chunk: ChunkGraph, target: Any) -> list[str]:
     """The schedule node of each op with this target."""
     found = ops(chunk)
@@ -147,22 +143,21 @@ def stages(chain: Chain) -> list[str]:
     return [s.slot.value if s.layer is None else f"L{s.layer}.{s.slot.value}" for s in chain.stages]
 
 
-def moe(layer: int) -> list[str]:
-    return [f"L{layer}.{slot}" for slot in MOE]
+MOE_0, MOE_1, MOE_2 = ([f"L{layer}.{slot}" for slot in MOE] for layer in range(3))
 
 
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        ("[*E]", moe(0)),
-        ("*E", moe(0)),
-        ("*-*E", moe(0)),
-        ("EE", moe(0) + moe(1)),
-        ("*EE*", [*moe(0), *moe(1), "L2.pre_dispatch"]),
-        ("-[*E]", ["L0.experts", *moe(1)]),
-        ("*-[*E]", ["L0.pre_dispatch", "L1.experts", *moe(2)]),
-        ("[*-][*E]", ["L0.pre_dispatch", "L0.experts", *moe(1)]),
-        ("[*E]*E-", [*moe(0), *moe(1), "L2.experts"]),
+        ("[*E]", MOE_0),
+        ("*E", MOE_0),
+        ("*-*E", MOE_0),
+        ("EE", MOE_0 + MOE_1),
+        ("*EE*", [*MOE_0, *MOE_1, "L2.pre_dispatch"]),
+        ("-[*E]", ["L0.experts", *MOE_1]),
+        ("*-[*E]", ["L0.pre_dispatch", "L1.experts", *MOE_2]),
+        ("[*-][*E]", ["L0.pre_dispatch", "L0.experts", *MOE_1]),
+        ("[*E]*E-", [*MOE_0, *MOE_1, "L2.experts"]),
         ("*-", ["L0.pre_dispatch", "L1.experts"]),
         ("[*-*-]", ["L0.pre_dispatch", "L0.experts"]),
         ("**", ["L0.pre_dispatch", "L1.pre_dispatch"]),
@@ -175,7 +170,7 @@ def test_chain_of_a_pattern(pattern: str, expected: list[str]) -> None:
 def test_chain_without_a_pattern() -> None:
     """A layer that exchanges ends a logical layer; behind the last such layer each layer is one."""
     chain = forward_chain(synthetic(None, "*-EE**"))
-    assert stages(chain) == ["pre_process", *moe(0), *moe(1), "L2.pre_dispatch", "L3.pre_dispatch", "post_process"]
+    assert stages(chain) == ["pre_process", *MOE_0, *MOE_1, "L2.pre_dispatch", "L3.pre_dispatch", "post_process"]
 
 
 def test_chain_without_layer_labels() -> None:
@@ -196,10 +191,12 @@ def test_backward_chain_is_the_forward_chain_reversed(pattern: str) -> None:
         assert backward.stages[gate] == forward.stages[forward.gates[exchange] + 1]
 
 
+SLOTS = ["pre_dispatch", "counts", "permute", "dispatch", "experts", "combine", "post_combine"]
+
+
 def test_chunk_of_two_moe_layers_in_a_row_and_a_dense_one(group: dist.ProcessGroup) -> None:
-    slots = ["pre_dispatch", "counts", "permute", "dispatch", "experts", "combine", "post_combine"]
-    expected = [*(f"L{i}.{slot}" for i in (0, 1) for slot in slots), "L2.experts"]
     chunk = toy_chunk(group, "EE-")
+    expected = [*(f"L{i}.{slot}" for i in (0, 1) for slot in SLOTS), "L2.experts"]
     assert names(chunk, Phase.F) == ["pre_process", *expected, "post_process"]
     assert names(chunk, Phase.B)[:3] == ["post_process", "L2.experts", "L1.post_combine"]
 
@@ -207,8 +204,7 @@ def test_chunk_of_two_moe_layers_in_a_row_and_a_dense_one(group: dist.ProcessGro
 def test_chunk_without_layer_labels(group: dist.ProcessGroup) -> None:
     """`layers.*` matches nothing here."""
     chunk = raw_chunk(group, "blocks")
-    slots = ["pre_dispatch", "counts", "permute", "dispatch", "experts", "combine"]
-    assert names(chunk, Phase.F) == [*(f"L{i}.{slot}" for i in (0, 1) for slot in slots), "post_process"]
+    assert names(chunk, Phase.F) == [*(f"L{i}.{slot}" for i in (0, 1) for slot in SLOTS[:-1]), "post_process"]
     assert chunk.layers == 2
 
 
@@ -254,28 +250,11 @@ def test_launch_must_be_waited_for_once(group: dist.ProcessGroup) -> None:
         after(exchanges, joint)
 
 
-def test_outermost_layers_are_found_below_other_names() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Dense()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[0](x)
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Net(Nested(), Dense())
-
-        def forward(self, *args: Tensor) -> Tensor:
-            return self.model(*args)
-
-    joint = after(layers, traced(Outer()))
-    assert [layer.fqn for layer in joint.physical] == ["model.layers.0", "model.layers.1"]
+def test_of_nested_layers_the_outermost_counts() -> None:
+    joint = after(layers, traced(Net(Dense(), Dense())), fxo.OverlapConfig(layers=("layers.*", "linear")))
+    assert [layer.fqn for layer in joint.physical] == ["layers.0", "layers.1"]
     labels = {op_facts.tag(n).fqn: op_facts.tag(n).layer for n in op_facts.ops(joint.module.graph)}
-    assert labels["model.layers.0.layers.0.linear"] == 0 and labels["model.layers.1.linear"] == 1
-    assert labels["model.head"] is None and labels["model.embed"] is None
+    assert [labels[fqn] for fqn in ("embed", "layers.0.linear", "layers.1", "head")] == [None, 0, 1, None]
 
 
 def test_exchange_outside_the_layers_is_refused(group: dist.ProcessGroup) -> None:
@@ -385,7 +364,7 @@ def test_sizes_cross_where_only_they_are_needed(group: dist.ProcessGroup) -> Non
 @pytest.mark.parametrize("shared_dim", [0, 12])
 def test_counts_are_launched_alone_and_before_the_permutation(group: dist.ProcessGroup, shared_dim: int) -> None:
     chunk = toy_chunk(group, shared_dim=shared_dim)
-    found, nodes = ops(chunk), by_name(chunk)
+    found, nodes = ops(chunk), {node.name: node for node in chunk.nodes}
     order = list(nodes)
     assert order.index("L0.counts.F") < order.index("L0.permute.F")
     assert nodes["L0.counts.F"].writes[0] in nodes["L0.permute.F"].reads
@@ -512,22 +491,22 @@ def test_draws_keep_their_order() -> None:
 # --- what crosses a cut, by bits --------------------------------------------------------------------------------
 
 
+class Last(nn.Module):
+    """Norm, head and loss of a chunk whose microbatch another stage made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 32)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(hidden)), targets)
+
+
 def test_b03_chunk_without_layers() -> None:
-    """Norm, head and loss; the microbatch is what another stage made."""
-
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 32)
-
-        def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(self.head(self.norm(hidden)), targets)
-
     torch.manual_seed(0)
-    made = [[(torch.randn(8, 16), torch.randint(32, (8,))) for _ in range(3)] for _ in range(2)]
-    model = Last()
-    assert where(chunk_of(model, microbatch=made[0][0]), aten.native_layer_norm.default) == ["post_process.F"]
-    assert train_both(model, lambda step: made[step], steps=2) == []
+    model, made = Last(), [(torch.randn(8, 16), torch.randint(32, (8,))) for _ in range(3)]
+    assert where(chunk_of(model, microbatch=made[0]), aten.native_layer_norm.default) == ["post_process.F"]
+    assert train_both(model, lambda step: made, steps=2) == []
 
 
 class Five(nn.Embedding):
