@@ -1,0 +1,143 @@
+"""Ranks agree before a step, or every one of them gets the same error and the next step works."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from toys import batches, differences, eager_step, toy
+from torch import nn
+
+import fxoverlap as fxo
+from fxoverlap.launch import LaunchError, launch
+
+
+class FailsOn(nn.Module):
+    """The toy, whose forward cannot be traced on one rank."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.model, self.fails = model, rank == dist.get_rank()
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            tokens.numpy()
+        return self.model(tokens, targets)
+
+
+def error_of(overlapped: fxo.OverlappedModel, microbatches: list) -> str:
+    """Type and text of what a step raises."""
+    before = [None if p.grad is None else p.grad.clone() for p in overlapped.parameters()]
+    try:
+        overlapped.step(microbatches)
+    except fxo.FxOverlapError as error:
+        after = [p.grad for p in overlapped.parameters()]
+        same = all(a is b or torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return f"{type(error).__name__}: {error}" + ("" if same else " [gradients changed]")
+    return "no error"
+
+
+def is_right(overlapped: fxo.OverlappedModel, rank: int) -> bool:
+    """Whether a step equals eager in every bit."""
+    model = overlapped.module
+    model.zero_grad()
+    eager = copy.deepcopy(model)
+    microbatches = batches(2, rank, seed=7)
+    losses = eager_step(eager, microbatches)
+    found = overlapped.step(microbatches).losses
+    return all(map(torch.equal, losses, found)) and differences(eager, model) == []
+
+
+def disagreements(rank: int) -> dict[str, object]:
+    """What each kind of disagreement raises on this rank, and whether the step after it is right."""
+    group = dist.group.WORLD
+    last = dist.get_world_size() - 1
+    found: dict[str, object] = {}
+
+    overlapped = fxo.transform(toy("[*E]", group))
+    found["unequal"] = error_of(overlapped, batches(3 if rank == last else 2, rank))
+    found["after unequal"] = is_right(overlapped, rank)
+
+    found["untraceable"] = error_of(fxo.transform(FailsOn(toy("[*E]", group), last)), batches(2, rank))
+    found["after untraceable"] = is_right(fxo.transform(toy("[*E]", group)), rank)
+
+    schedule = "sequential" if rank == last else "megatron"
+    found["config"] = error_of(
+        fxo.transform(toy("[*E]", group), fxo.OverlapConfig(schedule=schedule)), batches(2, rank)
+    )
+    pattern = "[*E][*E]" if rank == last else "[*E]"
+    found["model"] = error_of(fxo.transform(toy(pattern, group)), batches(2, rank))
+    found["delay"] = error_of(
+        fxo.transform(toy("[*E]", group), fxo.OverlapConfig(delay_wgrad=rank != last)), batches(2, rank)
+    )
+
+    # Other lengths are no disagreement: shapes are not compared.
+    lengths = fxo.transform(toy("[*E]", group))
+    found["lengths"] = error_of(lengths, batches(2, rank, tokens=8 + 4 * rank))
+    found["after all"] = is_right(overlapped, rank)
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request) -> list[dict[str, object]]:
+    return launch(disagreements, request.param, timeout_s=300)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("unequal", ["rank {last}", "3 microbatches", "rank 0", "2"]),
+        ("untraceable", ["rank {last}", "CaptureError", "numpy"]),
+        ("config", ["rank {last}", "schedule = 'sequential'", "schedule = 'megatron'"]),
+        ("delay", ["rank {last}", "delay_wgrad = True", "delay_wgrad = False"]),
+        ("model", ["rank {last}", "First difference"]),
+    ],
+)
+def test_b63_disagreement_is_the_same_error_on_every_rank(found, case, words) -> None:
+    last = len(found) - 1
+    assert len({each[case] for each in found}) == 1
+    text = str(found[0][case])
+    assert text.startswith("PlanMismatchError") and "gradients changed" not in text
+    for word in words:
+        assert word.format(last=last) in text, text
+
+
+@pytest.mark.parametrize("case", ["after unequal", "after untraceable", "after all"])
+def test_the_step_after_a_disagreement_is_right(found, case) -> None:
+    assert [each[case] for each in found] == [True] * len(found)
+
+
+def test_other_lengths_on_other_ranks_are_no_disagreement(found) -> None:
+    assert {each["lengths"] for each in found} == {"no error"}
+
+
+def dies_in_the_middle(rank: int) -> None:
+    """Rank 1 is gone after it has agreed and begun to run."""
+
+    class Dies(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.ops.fxoverlap_tests.die(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    library = torch.library.Library("fxoverlap_tests", "DEF")
+    library.define("die(Tensor x) -> Tensor")
+    library.impl("die", lambda x: os._exit(3) if rank == 1 else x.clone(), "CPU")
+    library.impl("die", lambda x: x.clone(), "Meta")
+    model = toy("[*E]", dist.group.WORLD)
+    inner = model.layers[1].forward
+    model.layers[1].forward = lambda x: inner(Dies.apply(x))
+    fxo.transform(model).step(batches(2, rank))
+
+
+def test_a_rank_that_dies_in_a_step_ends_all() -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(dies_in_the_middle, 2, timeout_s=60)
+    assert caught.value.rank == 1
+    assert "3" in str(caught.value)
