@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import train_both
 from torch import nn
+from toys import train_both
 
 import fxoverlap as fxo
 

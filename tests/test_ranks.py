@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from toys import batches, differences, eager_step, toy
 from torch import nn
+from toys import batches, differences, eager_step, toy
 
 import fxoverlap as fxo
 from fxoverlap.launch import LaunchError, launch
