@@ -91,6 +91,7 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
             raise _capture_error(error, place) from error
     assert chunk.output is not None
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
+    _refuse_weights_cast_twice(joint)
     return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, tuple(assigned))
 
 
@@ -301,6 +302,27 @@ def _describe(module: fx.GraphModule, chunk: _Chunk, paths: list[str]) -> JointG
         if node.op not in ("placeholder", "output"):
             node.meta[META] = _tag(node)
     return JointGraph(module, tuple(inputs), loss, tuple(outputs), tuple(mutations), tuple(gradients))
+
+
+def _refuse_weights_cast_twice(joint: JointGraph) -> None:
+    """Raise UnsupportedError if ambient autocast casts a weight at several uses.
+
+    Eager keeps the first cast, so that the gradients of the uses are summed in the low precision; the tracer casts
+    anew at each use, and they would be summed in the high one: other bits.
+    """
+    if not (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()):
+        return
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    params = {each.value: each.name for each in joint.inputs if each.kind is InputKind.PARAM}
+    for _, target in joint.gradients:
+        casts = [user for user in nodes[target].users if user.target is torch.ops.aten._to_copy.default]
+        low = [cast for cast in casts if cast.meta["val"].dtype is torch.get_autocast_dtype("cpu")]
+        if target in params and len(low) > 1:
+            raise UnsupportedError(
+                f"Parameter {params[target]} is used {len(low)} times under autocast, which casts it once in eager and "
+                f"sums its gradients in {torch.get_autocast_dtype('cpu')}; a captured graph would sum them in float32. "
+                f"Use torch.autocast(..., cache_enabled=False), or cast the parameter once in forward."
+            )
 
 
 def _graph_input(node: fx.Node, kind: str, key: Any, chunk: _Chunk, paths: list[str]) -> GraphInput:

@@ -17,14 +17,13 @@ import fxoverlap as fxo
 from fxoverlap import demo
 from fxoverlap.benchmarks import overhead, transform, two_hosts
 from fxoverlap.benchmarks.workload import Settings
-from fxoverlap.launch import hide_numpy_warning, one_rank_group
+from fxoverlap.launch import one_rank_group
 from fxoverlap.pattern import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, of `sys.argv` unless told otherwise, and return the exit status."""
     options = _parser().parse_args(arguments)
-    hide_numpy_warning()
     try:
         figures: dict[str, Any] = options.command(options)
     except KeyboardInterrupt:

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -131,11 +130,6 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def hide_numpy_warning() -> None:
-    """Have torch not warn that there is no numpy, which nothing here needs."""
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-
-
 def signal_text(number: int) -> str:
     """Name a signal for a message: `SIGKILL (signal 9)`."""
     try:
@@ -157,7 +151,6 @@ def _run_rank(
 ) -> None:
     """Be one rank: join the group, call, send the outcome, leave the group."""
     die_with_parent(parent)
-    hide_numpy_warning()
     torch.set_num_threads(1)
     try:
         if prepare is not None:

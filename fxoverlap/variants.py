@@ -35,7 +35,7 @@ def model_key(model: nn.Module) -> Key:
 
 def ambient_key() -> Key:
     """What of the surroundings a capture depends on."""
-    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
     return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 
 

@@ -1,0 +1,57 @@
+"""Ambient autocast: the same bits as eager under the same autocast, or a refusal that says why."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from toys import batches, differences, eager_step, toy
+
+import fxoverlap as fxo
+
+
+class UsedTwice(nn.Module):
+    """One weight at two uses, whose gradients autocast sums in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.linear(x)).square().mean()
+
+
+def both_under_autocast(model: nn.Module, microbatches: list, **options) -> list[str]:
+    """Differences after one step, eager and overlapped, each under its own autocast."""
+    eager = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16, **options):
+        losses = eager_step(eager, microbatches)
+    with torch.autocast("cpu", torch.bfloat16, **options):
+        found = fxo.transform(model).step(microbatches).losses
+    wrong = [f"loss {i}" for i, (a, b) in enumerate(zip(losses, found, strict=True)) if not torch.equal(a, b)]
+    return wrong + differences(eager, model)
+
+
+def test_moe_under_autocast_equals_eager(group) -> None:
+    assert both_under_autocast(toy("[*E]-", group), batches(3)) == []
+
+
+def test_weight_used_twice_under_autocast_is_refused_by_name() -> None:
+    with pytest.raises(fxo.UnsupportedError, match=r"linear\.(weight|bias) is used 2 times.*cache_enabled=False"):
+        both_under_autocast(UsedTwice(), [(torch.randn(4, 8),)])
+
+
+def test_weight_used_twice_without_the_cast_cache_equals_eager() -> None:
+    assert both_under_autocast(UsedTwice(), [(torch.randn(4, 8),) for _ in range(3)], cache_enabled=False) == []
+
+
+def test_autocast_belongs_to_the_variant(group) -> None:
+    overlapped = fxo.transform(toy("*-"))
+    overlapped.step(batches(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        overlapped.step(batches(1))
+    overlapped.step(batches(1))
+    assert overlapped.report().variants == 2
