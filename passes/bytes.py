@@ -31,18 +31,21 @@ def bytes(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     for node in chunk.nodes:
         for value in (*node.reads, *node.writes):
             last_use[op_facts.storage_root(by_name[value])] = node.name
+    dying: dict[str, list[fx.Node]] = {}
+    for root, name in last_use.items():
+        if op_facts.is_op(root):
+            dying.setdefault(name, []).append(root)
     costs = {}
     seen: set[fx.Node] = set()
     for node in chunk.nodes:
         made = {op_facts.storage_root(by_name[value]) for value in node.writes} - seen
         seen |= made
-        dying = [root for root, name in last_use.items() if name == node.name and root in seen]
         costs[node.name] = NodeCost(
             flops=sum(sizes.flops(by_name[op]) for op in node.ops),
             bytes_moved=sum(_moved(by_name[op], sizes) for op in node.ops),
             bytes_sent=_sent(node, by_name, sizes),
             allocated=sum(sizes.of(root) for root in made),
-            freed=sum(sizes.of(root) for root in dying),
+            freed=sum(sizes.of(root) for root in dying.get(node.name, ())),
         )
     return replace(chunk, costs=costs)
 
