@@ -120,6 +120,7 @@ def computing_pct(run: Callable[[], object], group: dist.ProcessGroup) -> float 
         idle.append((waiting, time.perf_counter()))
         return x
 
+    dist.barrier(group)
     with _kernels(all_to_all_single=launch, wait_tensor=wait):
         run()
     in_flight = _union(flights)

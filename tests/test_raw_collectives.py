@@ -170,7 +170,7 @@ def test_all_to_one_is_what_its_name_says(group: dist.ProcessGroup, other: dist.
 
 # --- two ranks: one spawn ------------------------------------------------------------------------------------------
 
-ON_TWO_RANKS = ("layers", "blocks", "all_to_one", "capacity", "turned_between")
+ON_TWO_RANKS = ("blocks", "all_to_one", "capacity", "turned_between")
 
 
 def run_two_ranks(rank: int) -> dict[str, list[str]]:

@@ -1,0 +1,380 @@
+"""Each private torch API that `fxoverlap.compat` touches does what fxoverlap relies on.
+
+When torch moves one of them, the test that fails names it. Nothing else in the project touches a private torch API.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, fx, nn
+
+import fxoverlap
+from fxoverlap import compat, passes
+
+aten = torch.ops.aten
+
+
+class Inner(nn.Module):
+    """A weight, a bias and a buffer that forward writes."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return torch.tanh(self.linear(x)) * x
+
+
+class Outer(nn.Module):
+    """Returns a scalar loss and something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.inner(x)
+        return (out - y).square().sum(), out.detach()
+
+
+def export(module: nn.Module, *args: Tensor) -> fx.GraphModule:
+    mode = compat.new_fake_mode()
+    return compat.export_joint(module, tuple(compat.fake_like(mode, arg) for arg in args), mode)
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+@pytest.fixture(scope="module")
+def joint() -> fx.GraphModule:
+    """`Outer`, with the FQN of the submodule on what its forward runs."""
+    outer = Outer()
+    outer.inner.linear.forward = compat.annotated(outer.inner.linear.forward, "fqn", "inner.linear")
+    outer.inner.forward = compat.annotated(outer.inner.forward, "fqn", "inner")
+    return export(outer, torch.randn(2, 4, requires_grad=True), torch.randn(2, 4))
+
+
+# --- versions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.12.1", "2.14.1", "2.14.0a0+git123"])
+def test_supported_versions_pass(version: str) -> None:
+    compat.check_torch_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.5.0", "2.10.1+cu128", "2.15.0.dev", "1.13.1", "3.0", "main"])
+def test_b78_other_versions_are_named_with_those_supported(version: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        compat.check_torch_version(version)
+    assert f"found {version}." in str(caught.value) and "torch 2.11 to 2.14" in str(caught.value)
+    assert "pip install" in str(caught.value)
+
+
+def test_b78_import_of_the_package_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.5")
+    with pytest.raises(ImportError, match=r"2\.11 to 2\.14, found 2\.5\."):
+        importlib.reload(fxoverlap)
+
+
+# --- fake tensors and tracing -----------------------------------------------------------------------------------
+
+
+def test_fake_like_keeps_all_and_makes_no_symbol() -> None:
+    mode = compat.new_fake_mode()
+    real = torch.randn(3, 5, dtype=torch.float64).t().requires_grad_()
+    fake = compat.fake_like(mode, real)
+    assert isinstance(fake, torch.Tensor) and type(fake) is not torch.Tensor
+    assert (fake.shape, fake.stride(), fake.dtype, fake.device) == (real.shape, real.stride(), real.dtype, real.device)
+    assert fake.requires_grad and not any(isinstance(size, torch.SymInt) for size in fake.shape)
+
+
+def test_fake_mode_takes_real_tensors_and_makes_symbols_of_data() -> None:
+    mode = compat.new_fake_mode()
+    fake = compat.fake_like(mode, torch.ones(3))
+    with mode:
+        size = (fake + torch.ones(3)).sum().to(torch.int64).item()
+    assert isinstance(size, torch.SymInt) and len(compat.free_symbols(size)) == 1
+
+
+NOT_SEEN = pytest.mark.xfail(strict=True, reason="the context of torch 2.13 does not set the flag of is_compiling()")
+
+
+@pytest.mark.parametrize("fallback", [pytest.param(False, marks=NOT_SEEN), True])
+def test_non_strict_tracing_is_seen_by_user_code(monkeypatch: pytest.MonkeyPatch, fallback: bool) -> None:
+    """With torch 2.11 the context does not exist, and a flag does its work."""
+    if fallback:
+        monkeypatch.delattr(torch.compiler, "_non_strict_tracing_context", raising=False)
+    assert not torch.compiler.is_compiling()
+    with compat.non_strict_tracing():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+
+
+class Loss(nn.Module):
+    """`function` of the input, summed."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x).sum()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_dropout_is_traced_as_what_eager_computes(p: float) -> None:
+    """In bf16 too, where it rounds twice or once."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(64, 8, dtype=dtype, requires_grad=True)
+        loss = Loss(lambda x: F.dropout(x, p) * 0.7)
+        module = export(loss, x)
+        tangent = torch.ones((), dtype=dtype)
+        torch.manual_seed(0)
+        expected = loss(x)
+        (expected_gradient,) = torch.autograd.grad(expected, x)
+        torch.manual_seed(0)
+        (value,), (gradient,) = module([x.detach()], [tangent])
+        assert torch.equal(value, expected) and torch.equal(gradient, expected_gradient)
+
+
+def test_matmul_is_traced_as_what_eager_computes() -> None:
+    """Eager folds a batch of matrices times one matrix into one product; so must the graph."""
+    module = export(Loss(lambda x: x @ torch.ones(4, 5)), torch.randn(2, 3, 4, requires_grad=True))
+    assert targets(module).count(aten.mm.default) == 2 and aten.bmm.default not in targets(module)
+
+
+def test_composites_are_put_back() -> None:
+    before = {op: dict(op.py_kernels) for op in (aten.dropout.default, aten.matmul.default, aten.lstm.input)}
+    assert any(before.values()), "torch registers Python decompositions for them"
+    with compat.eager_composites():
+        assert {op: dict(op.py_kernels) for op in before} != before
+    assert {op: dict(op.py_kernels) for op in before} == before
+
+
+def test_export_is_functional_and_leaves_the_fake_mode(joint: fx.GraphModule) -> None:
+    assert [str(t) for t in targets(joint) if getattr(t, "_schema", None) and t._schema.is_mutable] == []
+    assert type(torch.zeros(2)) is torch.Tensor, "a tensor made now is real"
+    assert not torch._C._len_torch_dispatch_stack()
+
+
+def test_partitioner_tag_tells_backward(joint: fx.GraphModule) -> None:
+    phases = {node.target: compat.is_backward(node) for node in joint.graph.nodes if node.op == "call_function"}
+    assert phases[aten.tanh.default] is False and phases[aten.addmm.default] is False
+    assert phases[aten.tanh_backward.default] is True and phases[aten.mm.default] is True
+
+
+def test_annotation_reaches_backward_and_the_innermost_wins(joint: fx.GraphModule) -> None:
+    fqns: dict[Any, set] = {}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and not compat.is_gradient_accumulation(node):
+            fqns.setdefault((node.target, compat.is_backward(node)), set()).add(compat.annotation(node, "fqn"))
+    assert fqns[aten.addmm.default, False] == {"inner.linear"} == fqns[aten.mm.default, True]
+    assert fqns[aten.tanh.default, False] == {"inner"} == fqns[aten.tanh_backward.default, True]
+    assert fqns[aten.sub.Tensor, False] == {None}
+
+
+def test_sum_of_gradients_is_told_from_other_additions(joint: fx.GraphModule) -> None:
+    """x is read twice, so its gradient is a sum; the addition to the counter is none."""
+    added = [node for node in joint.graph.nodes if node.target is aten.add.Tensor]
+    assert [compat.is_gradient_accumulation(node) for node in added] == [compat.is_backward(node) for node in added]
+    assert sum(map(compat.is_gradient_accumulation, added)) == 1
+
+
+def test_descriptors_name_inputs_and_outputs(joint: fx.GraphModule) -> None:
+    inputs = {compat.input_descriptor(node) for node in joint.graph.find_nodes(op="placeholder")}
+    weight, bias, count = ("param", "inner.linear.weight"), ("param", "inner.linear.bias"), ("buffer", "inner.count")
+    assert inputs == {weight, bias, count, ("input", 0), ("input", 1), ("tangent", 0)}
+    results = joint.graph.output_node().args[0]
+    # Inputs that need no gradient have a place among the outputs too.
+    outputs = [found for found, node in zip(compat.output_descriptors(joint.graph), results, strict=True) if node]
+    gradients = [("grad", weight), ("grad", bias), ("grad", ("input", 0))]
+    assert sorted(outputs) == sorted([("mutation", count), ("output", 0), ("output", 1), *gradients])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_can_be_replaced_and_is_put_back(use_reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.ones(2, requires_grad=True)
+
+    class Seen(Exception):
+        pass
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        raise Seen
+
+    with compat.checkpoint_replaced(replacement), pytest.raises(Seen):
+        checkpoint(torch.sin, x, use_reentrant=use_reentrant)
+    assert torch.equal(checkpoint(torch.sin, x, use_reentrant=use_reentrant), x.sin())
+
+
+def test_rename_makes_unique_identifiers() -> None:
+    graph = fx.Graph()
+    first, second = graph.placeholder("a"), graph.placeholder("b")
+    compat.rename(first, "param_layers.0.w[1]")
+    compat.rename(second, "param_layers.0.w[1]")
+    assert first.name == "param_layers_0_w_1" != second.name
+    assert second.name.isidentifier()
+    graph.output((first, second))
+    fx.GraphModule(nn.Module(), graph)
+
+
+# --- execution --------------------------------------------------------------------------------------------------
+
+
+def test_below_autograd_makes_no_graph_and_no_base() -> None:
+    """A view would keep its base's storage object alive, and a graph all that it saved."""
+    weight = torch.randn(4, 4, requires_grad=True)
+    with compat.below_autograd():
+        product = weight @ weight
+        view = product.t()
+        pieces = product.split(2)
+    assert not product.requires_grad and product.grad_fn is None
+    assert view._base is None and all(piece._base is None for piece in pieces)
+    assert (weight @ weight).requires_grad and weight.t()._base is weight
+
+
+def test_shares_storage_counts_other_holders() -> None:
+    tensor = torch.randn(4)
+    assert not compat.shares_storage(tensor)
+    view = tensor.view(2, 2)
+    assert compat.shares_storage(tensor) and compat.shares_storage(view)
+    del view
+    assert not compat.shares_storage(tensor)
+    alias = tensor.detach()
+    assert compat.shares_storage(tensor)
+    del alias
+    another_name = tensor
+    assert not compat.shares_storage(another_name), "two names of one tensor are one holder"
+
+
+def test_shares_storage_sees_what_autograd_saved() -> None:
+    result = torch.randn(4, requires_grad=True).exp()
+    assert compat.shares_storage(result), "the gradient of exp needs its result"
+    assert not compat.shares_storage(torch.randn(4).exp())
+
+
+def test_boxed_module_empties_its_list_and_lets_arguments_die() -> None:
+    graph = fx.Graph()
+    graph.set_codegen(compat.BoxedCodeGen())
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    total = graph.call_function(torch.add, (first, second))
+    graph.output((graph.call_function(torch.neg, (total,)), first))
+    module = fx.GraphModule(nn.Module(), graph)
+    given = [torch.ones(2), torch.ones(2)]
+    negative, handed_on = module.forward(given)
+    assert given == [] and negative.tolist() == [-2.0, -2.0] and handed_on.tolist() == [1.0, 1.0]
+    assert "args_list.clear()" in module.code
+    # Copies and recompiled graphs stay boxed.
+    copied = copy.deepcopy(module)
+    copied.recompile()
+    given = [torch.ones(2), torch.ones(2)]
+    copied.forward(given)
+    assert given == []
+
+
+def test_boxed_module_without_arguments() -> None:
+    graph = fx.Graph()
+    graph.set_codegen(compat.BoxedCodeGen())
+    graph.output((graph.call_function(torch.ones, (2,)),))
+    assert fx.GraphModule(nn.Module(), graph).forward([])[0].tolist() == [1.0, 1.0]
+
+
+# --- trees, modules, errors, sizes, groups ----------------------------------------------------------------------
+
+
+def test_trees_have_printable_paths() -> None:
+    tree = ((1, {"mask": 2}), [3, None])
+    leaves, spec = compat.flatten_with_path(tree)
+    assert leaves == [("[0][0]", 1), ("[0][1]['mask']", 2), ("[1][0]", 3), ("[1][1]", None)]
+    assert compat.unflatten([leaf for _, leaf in leaves], spec) == tree
+    assert spec == compat.flatten_with_path(tree)[1] != compat.flatten_with_path(((1, {"m": 2}), [3, None]))[1]
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_module_hooks_are_seen(kind: str) -> None:
+    module = nn.Linear(2, 2)
+    assert not compat.has_hooks(module)
+    handle = getattr(module, f"register_{kind}")(lambda *args: None)
+    assert compat.has_hooks(module)
+    handle.remove()
+    assert not compat.has_hooks(module)
+
+
+def test_tensor_hooks_are_seen() -> None:
+    for register in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+        leaf = torch.ones(2, requires_grad=True)
+        assert not compat.has_tensor_hooks(leaf)
+        handle = register(leaf, lambda each: None)
+        assert compat.has_tensor_hooks(leaf)
+        handle.remove()
+        assert not compat.has_tensor_hooks(leaf)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x if x.sum() > 0 else -x, lambda x: x[: int(x.sum().item())], lambda x: x * len(x.tolist()[0:1])],
+    ids=["branch", "size", "list"],
+)
+def test_data_dependent_errors_are_told(function: Callable[[Tensor], Tensor]) -> None:
+    def branches(x: Tensor) -> Tensor:
+        return function(x)
+
+    try:
+        export(Loss(branches), torch.randn(3, requires_grad=True))
+    except Exception as error:
+        assert compat.is_data_dependent(error), error
+        assert re.fullmatch(r" \(test_compat\.py:\d+\)", compat.innermost_user_frame(error))
+    assert not compat.is_data_dependent(ValueError("no"))
+    assert compat.innermost_user_frame(ValueError("never raised")) == ""
+
+
+def test_symbols_of_sizes() -> None:
+    env = compat.new_fake_mode().shape_env
+    assert env is not None
+    first, second = env.create_unbacked_symint(), env.create_unbacked_symint()
+    symbols = compat.free_symbols(2 * first + second)
+    assert symbols == compat.free_symbols(first) | compat.free_symbols(second) and len(symbols) == 2
+    hints = dict.fromkeys(compat.free_symbols(first), 5)
+    assert compat.size_hint(2 * first + second, hints) == 11
+    assert (compat.size_hint(7, hints), compat.free_symbols(7)) == (7, set())
+
+
+def test_compiled_module_is_unwrapped() -> None:
+    model = nn.Linear(2, 2)
+    assert compat.without_compile(torch.compile(model)) is model
+    assert compat.without_compile(model) is model
+
+
+def test_process_group_is_found_by_its_name(group: dist.ProcessGroup) -> None:
+    assert compat.process_group(group.group_name) is group
+
+
+@pytest.mark.xfail(strict=True, reason="op_facts asks for torch._ops.OpOverload itself")
+def test_nothing_else_touches_private_torch() -> None:
+    """Ops are no private API, and `torch._check` is documented."""
+    private = re.compile(r"\btorch(?:\.\w+)*\._[a-z]\w*|from torch(?:\.\w+)*\._\w+")
+    allowed = re.compile(r"torch\.ops\.|torch\._check$|torch\._assert_async$")
+    found = []
+    folders = [Path(fxoverlap.__file__).parent, Path(next(iter(passes.__path__)))]
+    for file in sorted({file for folder in folders for file in folder.rglob("*.py")}):
+        if file.name != "compat.py":
+            hits = [hit for hit in private.findall(file.read_text()) if not allowed.match(hit)]
+            found += [f"{file.name}: {hit}" for hit in hits]
+    assert found == []
