@@ -34,7 +34,7 @@ nodes
   -    B  post_process
   -    W  post_process  pre_process
   L0   B  post_combine  (combine)=  experts  (dispatch)=  pre_dispatch
-  L0   W  post_combine  experts  pre_dispatch
+  L0   W  experts  pre_dispatch
 
 plan FB
   compute              comm
@@ -47,7 +47,6 @@ plan FB
   F:L0.permute.F       | B:L0.combine.B
                        > F:L0.dispatch.F
   B:post_process.W     | B:L0.combine.B, F:L0.dispatch.F
-  B:L0.post_combine.W  | B:L0.combine.B, F:L0.dispatch.F
   B:L0.experts.B       | F:L0.dispatch.F
                        > B:L0.dispatch.B
   B:L0.experts.W       | F:L0.dispatch.F, B:L0.dispatch.B

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import fx, nn
@@ -64,7 +65,7 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def non_strict_tracing() -> Iterator[None]:
-    """Tell user code that it is traced (`torch.compiler.is_compiling()` is true), Dynamo being off."""
+    """Tell torch that it is traced without Dynamo. Where torch has no such context, `is_compiling()` is true inside."""
     compiler: Any = torch.compiler
     if hasattr(compiler, "_non_strict_tracing_context"):
         with compiler._non_strict_tracing_context():
@@ -114,6 +115,8 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
         stack.enter_context(preserve_node_meta())
         stack.enter_context(non_strict_tracing())
         stack.enter_context(eager_composites())
+        # Else dead-code elimination takes draws for pure, and drops those that nothing reads.
+        stack.enter_context(torch._inductor.config.patch(fallback_random=True))
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 
@@ -306,3 +309,11 @@ def process_group(name: str) -> dist.ProcessGroup:
     """The process group of a name, as functional collectives have it in the graph."""
     resolve: Any = distributed_c10d._resolve_process_group
     return resolve(name)
+
+
+# --- operators (checked on 2.13.0) ------------------------------------------------------------------------------
+
+
+def is_overload(target: Any) -> bool:
+    """Whether the target of an FX node is an ATen or custom operator, and not a Python function."""
+    return isinstance(target, torch._ops.OpOverload)

@@ -54,7 +54,7 @@ class _Outcome:
     """What one rank's call came to."""
 
     rank: int
-    at: float  # seconds of the machine's monotonic clock, which all ranks share; -inf for a killed rank
+    at: float  # seconds of the machine's monotonic clock, which all ranks share; -inf if the process just ended
     result: Any = None
     cause: str | None = None  # one line; None if the call returned
     details: str = ""  # the traceback, if there is one
@@ -219,11 +219,13 @@ def _receive(rank: int, processes: list[SpawnProcess], receivers: list[Connectio
         # The pipe closed with nothing in it: the process ended without a word.
         processes[rank].join()
         code = processes[rank].exitcode or 0
-    if code >= 0:
-        return _Outcome(rank, time.monotonic(), cause=f"its process ended early, with exit status {code}")
-    cause = f"its process was killed by {signal_text(-code)}"
+    if code < 0:
+        cause = f"its process was killed by {signal_text(-code)}"
+    else:
+        cause = f"its process ended early, with exit status {code}"
     if -code == signal.SIGKILL:
         cause += "; if nobody sent that, the machine ran out of memory"
+    # Peers of a broken connection raise; who ends without a word was not brought down by another rank, but came first.
     return _Outcome(rank, float("-inf"), cause=cause)
 
 

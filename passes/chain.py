@@ -46,6 +46,11 @@ class Chain:
         """Position of the last stage."""
         return len(self.stages) - 1
 
+    def exit(self, layer: int) -> int:
+        """Position of the last stage that holds ops of a physical layer and of none behind it."""
+        behind = [entry for entry in self.entry.values() if entry > self.entry[layer]]
+        return min(behind, default=self.last) - 1
+
     def begin(self, stage: Stage) -> int:
         """Position of `stage`, appended unless it is the current one."""
         if not self.stages or self.stages[-1] != stage:

@@ -6,7 +6,8 @@ Out: ChunkGraph with F and B nodes, in an order in which one microbatch alone ma
 Steps:
 1. Place every op on a stage of its phase's chain (`chain`, `place`).
 2. Each stage is one compute node; each exchange's launches are one comm node.
-3. A branch with real work that no launch of its layer needs becomes the movable node `shared`.
+3. A branch with real work that no launch of its layer needs becomes the movable node `shared`; what else a launch does
+   not need runs behind it.
 4. A view that another node reads is made again there, so that its base crosses instead of an alias.
 5. What a node reads and writes is computed from the ops: nothing is listed by hand.
 
@@ -15,6 +16,7 @@ Raises UnsupportedError: an exchange needs what comes after it; the nodes form a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -54,20 +56,21 @@ def cut(joint: JointGraph, config: OverlapConfig) -> ChunkGraph:
     _assign_launches(joint, forward, keys)
     for chain, placed in ((forward, placed_forward), (backward, placed_backward)):
         ranges = _gated_ranges(chain, forward)
-        _assign_shared(phase_ops(joint, chain.phase), ranges, placed, keys, sizes)
+        nodes = phase_ops(joint, chain.phase)
+        _assign_shared(nodes, ranges, placed, keys, sizes)
+        _clear_the_way(nodes, chain, placed, keys)
     remake_views(joint, keys)
     order = [*_key_order(forward), *_key_order(backward)]
-    nodes = make_nodes(joint, keys, order)
-    layers = 1 + max((node.layer for node in nodes if node.layer is not None), default=-1)
-    return ChunkGraph(joint, nodes, _effects(joint, nodes), layers)
+    made = make_nodes(joint, keys, order)
+    layers = 1 + max((node.layer for node in made if node.layer is not None), default=-1)
+    return ChunkGraph(joint, made, _effects(joint, made), layers)
 
 
 cut.stage = "chunk"  # type: ignore[attr-defined]
 
 
 def _stage_keys(placed: Placement, chain: Chain) -> Assignment:
-    stages = chain.stages
-    return {node: (stages[i].layer, stages[i].slot, chain.phase) for node, i in placed.items()}
+    return {node: _key(chain, position) for node, position in placed.items()}
 
 
 def _assign_launches(joint: JointGraph, forward: Chain, keys: Assignment) -> None:
@@ -100,6 +103,33 @@ def _assign_shared(
         # A draw or a collective has its place in the order of effects, so a branch that holds one is not movable.
         if is_worth_it and not any(op_facts.has_effect(node) for node in branch):
             keys.update({node: (layer, Slot.SHARED, op_facts.tag(node).phase) for node in branch})
+
+
+def _clear_the_way(nodes: list[fx.Node], chain: Chain, placed: Placement, keys: Assignment) -> None:
+    """Move what a launch does not need from the stage in front of it to the one behind, launch after launch.
+
+    What the layer's branch `shared` needs stays, and so does in the backward what nothing later needs and nothing
+    moved makes: weight gradients, which `wgrad` will take out.
+    """
+    for position in sorted(set(chain.gates.values())):
+        here, behind = (_key(chain, i) for i in (position, position + 1))
+        own = {node for node in nodes if keys[node] == here}
+        waiting = [node for node in nodes if keys[node][0] == here[0] and keys[node][1] is Slot.SHARED]
+        waiting += [node for node in nodes if op_facts.is_launch(node) and placed[node] == position]
+        sources = [source for node in waiting for source in node.all_input_nodes]
+        needed = op_facts.ancestors([*sources, *(node for node in own if op_facts.has_effect(node))], own)
+        rest = own - needed
+        moved = {node for node in rest if chain.phase is Phase.F or _reaches(node, position + 1, placed)}
+        for node in op_facts.descendants(moved, rest):
+            placed[node], keys[node] = position + 1, behind
+    for node in nodes:
+        if node.target is operator.getitem and keys[node] != keys[node.args[0]]:  # type: ignore[index]
+            keys[node] = keys[node.args[0]]  # type: ignore[index]
+
+
+def _key(chain: Chain, position: int) -> Key:
+    stage = chain.stages[position]
+    return stage.layer, stage.slot, chain.phase
 
 
 def _gated_ranges(chain: Chain, forward: Chain) -> list[tuple[int | None, int, int]]:

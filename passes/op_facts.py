@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 import fxoverlap.ops  # noqa: F401  (defines the ops that are named here)
+from fxoverlap import compat
 from fxoverlap.ir import META, OpTag
 
 aten = torch.ops.aten
@@ -47,8 +49,8 @@ def is_wait(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the node launches or waits for a collective of any kind."""
-    target = node.target
-    return is_launch(node) or (isinstance(target, torch._ops.OpOverload) and target.namespace in COLLECTIVE_NAMESPACES)
+    target: Any = node.target
+    return is_launch(node) or (compat.is_overload(target) and target.namespace in COLLECTIVE_NAMESPACES)
 
 
 def schema(node: fx.Node) -> torch.FunctionSchema | None:
@@ -58,7 +60,8 @@ def schema(node: fx.Node) -> torch.FunctionSchema | None:
 
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws from a random number generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    target: Any = node.target
+    return compat.is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def has_effect(node: fx.Node) -> bool:

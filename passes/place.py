@@ -3,19 +3,20 @@
 An op's *earliest* stage is the maximum over its inputs of the same phase, over the gates crossed on the way, and over
 the entry of its own physical layer. Its *latest* stage comes from its readers. Ops with room between the two:
 - ops that need no tangent (B) or only parameters and batch (F) go to their first reader;
-- other ops move later only where fewer bytes cross the stages for it;
+- other ops move later only within their layer, where fewer bytes cross the stages for it, and if they are no real work;
 - random draws keep their order and are never moved.
-Launches stand at their exchange's gate. In front of a counts launch only what the launch needs is computed.
+Launches stand at their exchange's gate.
 """
 
 from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import InputKind, JointGraph, Phase, Slot
+from fxoverlap.ir import InputKind, JointGraph, Phase
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.chain import Chain
 from fxoverlap.passes.sizes import Sizes
@@ -30,8 +31,7 @@ def place_forward(joint: JointGraph, chain: Chain, sizes: Sizes) -> Placement:
     gates = _launch_gates(joint, chain)
     outside = _after_last_layer(nodes, joint)
     stage = _earliest(nodes, chain, gates, dict.fromkeys(outside, chain.last))
-    _sink(nodes, stage, set(gates), _free(nodes, joint), sizes)
-    _clear_the_way_to_counts(nodes, stage, chain, gates)
+    _sink(nodes, stage, chain, gates, joint, sizes)
     return stage
 
 
@@ -42,7 +42,7 @@ def place_backward(joint: JointGraph, chain: Chain, forward: Placement, sizes: S
     before = _fqns_before_layers(joint, forward)
     entry = {node: chain.last for node in nodes if op_facts.tag(node).fqn in before}
     stage = _earliest(nodes, chain, gates, entry)
-    _sink(nodes, stage, set(gates), _free(nodes, joint), sizes)
+    _sink(nodes, stage, chain, gates, joint, sizes)
     return stage
 
 
@@ -111,67 +111,76 @@ def _fqns_before_layers(joint: JointGraph, forward: Placement) -> set[str]:
     return before - later
 
 
-def _sink(nodes: list[fx.Node], stage: Placement, fixed: set[fx.Node], free: set[fx.Node], sizes: Sizes) -> None:
+def _sink(
+    nodes: list[fx.Node], stage: Placement, chain: Chain, gates: dict[fx.Node, int], joint: JointGraph, sizes: Sizes
+) -> None:
     """Move ops that have room to a later stage, last op first."""
+    free = _free(nodes, joint)
     for node in reversed(nodes):
-        if node in fixed or op_facts.has_effect(node) or node.target is operator.getitem:
+        if node in gates or op_facts.has_effect(node) or node.target is operator.getitem:
             continue
         group = [node, *(user for user in node.users if user.target is operator.getitem)]
-        readers = [user for member in group for user in member.users if user not in group]
-        if not readers or any(reader not in stage for reader in readers):
-            continue
-        latest = min(stage[reader] for reader in readers)
-        if latest > stage[node] and (node in free or _fewer_bytes(node, latest, stage, sizes)):
+        readers = {user for member in group for user in member.users if user in stage} - set(group)
+        latest = min((stage[reader] for reader in readers), default=stage[node])
+        if node not in free:
+            layer = op_facts.tag(node).layer
+            latest = min(latest, stage[node] if layer is None else chain.exit(layer))
+            if op_facts.is_heavy(node) or not _fewer_bytes(node, latest, stage, chain.phase, sizes):
+                continue
+        if latest > stage[node]:
             for member in group:
                 stage[member] = latest
 
 
 def _free(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
-    """Ops that need nothing of their own phase but other such ops: casts of parameters, powers of saved values."""
+    """Ops that nothing but their readers ties to a stage: casts of parameters, masks, powers of saved values.
+
+    In F they need parameters only, or make indices and masks of the batch; in B they need no tangent.
+    """
     tangents = {each.value for each in joint.inputs if each.kind is InputKind.TANGENT}
+    leaves = {each.value for each in joint.inputs if each.kind is InputKind.LEAF}
     own, free = set(nodes), set()
     for node in nodes:
-        needs = [source for source in node.all_input_nodes if source in own or source.name in tangents]
-        if not op_facts.has_effect(node) and all(source in free for source in needs):
+        sources = node.all_input_nodes
+        is_forward = op_facts.tag(node).phase is Phase.F
+        tied = any(source.name in tangents or (source in own and source not in free) for source in sources)
+        embeds = is_forward and _is_floating(node) and any(_comes_from(source, leaves) for source in sources)
+        if not (tied or embeds or op_facts.has_effect(node)):
             free.add(node)
     return free
 
 
-def _fewer_bytes(node: fx.Node, latest: int, stage: Placement, sizes: Sizes) -> bool:
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in values)
+
+
+def _comes_from(node: fx.Node, inputs: set[str]) -> bool:
+    """Whether a node is one of these inputs, or an index or mask made of one."""
+    if node.op == "placeholder":
+        return node.name in inputs
+    return any(_comes_from(source, inputs) for source in node.all_input_nodes)
+
+
+def _fewer_bytes(node: fx.Node, latest: int, stage: Placement, phase: Phase, sizes: Sizes) -> bool:
     """Whether fewer bytes cross the stages in between if `node` runs at `latest`."""
     prolonged = 0
     for source in node.all_input_nodes:
         root = op_facts.storage_root(source)
-        if root.op == "call_function" and not _is_read_from(root, latest, node, stage):
+        if root.op == "call_function" and not _is_read_from(root, latest, node, stage, phase):
             prolonged += sizes.of(root)
     return prolonged < sizes.of(node)
 
 
-def _is_read_from(root: fx.Node, latest: int, besides: fx.Node, stage: Placement) -> bool:
-    """Whether an op other than `besides` reads this storage at `latest` or later, or in another phase."""
+def _is_read_from(root: fx.Node, latest: int, besides: fx.Node, stage: Placement, phase: Phase) -> bool:
+    """Whether an op other than `besides` reads this storage at `latest` or later; to F, all of B is later."""
+    other_phase = latest if phase is Phase.F else -1
     stack = [root]
     while stack:
         for user in stack.pop().users:
-            if user is not besides and stage.get(user, latest) >= latest:
+            if user is not besides and stage.get(user, other_phase) >= latest:
                 return True
             if op_facts.view_base(user) is not None:
                 stack.append(user)
     return False
-
-
-def _clear_the_way_to_counts(nodes: list[fx.Node], stage: Placement, chain: Chain, gates: dict[fx.Node, int]) -> None:
-    """Move what the counts launch does not need behind it, so that the counts travel while the rest is computed.
-
-    Real work (matrix products) stays: `cut` makes a movable node of it.
-    """
-    for position, each in enumerate(chain.stages[:-1]):
-        if chain.stages[position + 1].slot is not Slot.PERMUTE or each.slot is not Slot.PRE_DISPATCH:
-            continue
-        own = {node for node in nodes if stage[node] == position}
-        keep = [node for node in own if node in gates or op_facts.has_effect(node) or op_facts.is_heavy(node)]
-        for node in own - op_facts.ancestors(keep, own):
-            if node.target is not operator.getitem:
-                stage[node] = position + 1
-        for node in nodes:
-            if node.target is operator.getitem:
-                stage[node] = stage[node.args[0]]  # type: ignore[index]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -125,7 +126,8 @@ class _Walk:
     def call(self, call: fx.Node, module: fx.GraphModule) -> None:
         self.position += 1
         instance: Instance = call.meta[META]
-        refs = [self._argument(argument, instance) for argument in call.all_input_nodes]
+        given: Any = call.args[0]
+        refs = [self._argument(argument, instance) for argument in given]
         results = self._run(module.graph, [self.values[ref] for ref in refs], refs, instance, call)
         for result in call.users:
             position = result.args[1] if result.target is operator.getitem else None
@@ -225,12 +227,14 @@ class _Walk:
         schema = op_facts.schema(node)
         if schema is None or not schema.is_mutable:
             return
-        for argument, given in zip(schema.arguments, node.args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(given, fx.Node) and env[given].launches:
-                raise VerifyError(
-                    f"written in flight: {name} writes to a buffer that {sorted(env[given].launches)[0]} still uses."
-                )
+        for i, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            for target in given if isinstance(given, (list, tuple)) else [given]:
+                if isinstance(target, fx.Node) and env[target].launches:
+                    user = sorted(env[target].launches)[0]
+                    raise VerifyError(f"written in flight: {name} writes to a buffer that {user} still uses.")
 
     def _free(self, ref: ValueRef, instance: Instance) -> None:
         storage = self.values.get(ref)
@@ -240,6 +244,11 @@ class _Walk:
             raise VerifyError(f"read after free: {instance.node.name} frees {ref.value!r} a second time.")
         self.freed.add(ref)
         storage.references.discard(ref)
+        if not storage.references and id(storage) in self.in_flight:
+            launch = self.in_flight[id(storage)].name
+            raise VerifyError(
+                f"missing wait: {launch} is launched, but {ref.value!r} is freed before it is waited for."
+            )
         if not storage.references and storage.launches:
             launch = sorted(storage.launches)[0]
             raise VerifyError(

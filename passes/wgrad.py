@@ -11,6 +11,7 @@ the embedding adds to it.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 from torch import fx
@@ -31,18 +32,19 @@ def wgrad(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     keys: Assignment = {by_name[op]: (n.layer, n.slot, n.phase) for n in chunk.nodes for op in n.ops}
     backward = [node for node in op_facts.ops(joint.module.graph) if keys[node][2] is Phase.B]
     needed = _needed_upstream(joint, backward, keys)
+    order = [(node.layer, node.slot) for node in chunk.nodes if node.phase is Phase.B]
+    rank = {place: i for i, place in enumerate(order)}
     for op in backward:
         if op not in needed:
-            layer, slot, _ = keys[op]
-            keys[op] = (layer, Slot.SHARED if _belongs_to_shared(op, keys) else slot, Phase.W)
+            layer, slot = _latest_source(op, keys, rank)
+            keys[op] = (layer, Slot.SHARED if _belongs_to_shared(slot, op, keys) else slot, Phase.W)
     remake_views(joint, keys)
-    order: list[Key] = []
+    with_w: list[Key] = []
     for node in chunk.nodes:
-        order.append((node.layer, node.slot, node.phase))
+        with_w.append((node.layer, node.slot, node.phase))
         if node.phase is Phase.B:
-            order.append((node.layer, node.slot, Phase.W))
-            order.append((node.layer, Slot.SHARED, Phase.W))
-    return replace(chunk, nodes=make_nodes(joint, keys, order))
+            with_w += [(node.layer, node.slot, Phase.W), (node.layer, Slot.SHARED, Phase.W)]
+    return replace(chunk, nodes=make_nodes(joint, keys, with_w))
 
 
 wgrad.stage = "chunk"  # type: ignore[attr-defined]
@@ -62,7 +64,9 @@ def _needed_upstream(joint: JointGraph, backward: list[fx.Node], keys: Assignmen
         or node.name in leaf_gradients
         or any(user in layer and user not in sums and layer[user] < layer[node] for user in node.users)
     ]
-    return op_facts.ancestors(starts, set(backward))
+    needed = op_facts.ancestors(starts, set(backward))
+    # A fused op that also gives weight gradients is one op: its results are not parted from it.
+    return needed | {n for n in backward if n.target is operator.getitem and n.args[0] in needed}
 
 
 def _parameter_sums(joint: JointGraph) -> set[fx.Node]:
@@ -97,8 +101,17 @@ def _layers(joint: JointGraph, backward: list[fx.Node], keys: Assignment) -> dic
     return layer
 
 
-def _belongs_to_shared(node: fx.Node, keys: Assignment) -> bool:
+def _latest_source(
+    node: fx.Node, keys: Assignment, rank: dict[tuple[int | None, Slot], int]
+) -> tuple[int | None, Slot]:
+    """Layer and slot of the last node of the backward that a weight gradient reads, or of its own stage if later."""
+    places = [keys[node][:2]]
+    places += [keys[s][:2] for s in node.all_input_nodes if s in keys and keys[s][2] is not Phase.F]
+    return max(places, key=lambda place: rank.get(place, -1))
+
+
+def _belongs_to_shared(slot: Slot, node: fx.Node, keys: Assignment) -> bool:
     """Whether a weight gradient is that of the branch `shared`: it reads what that branch made."""
-    return keys[node][1] is not Slot.PRE_DISPATCH and any(
+    return slot in (Slot.POST_COMBINE, Slot.EXPERTS) and any(
         source in keys and keys[source][1] is Slot.SHARED for source in node.all_input_nodes
     )

@@ -102,7 +102,6 @@ def test_what_makes_modules_differ(first: dict[str, Any], second: dict[str, Any]
     assert [phase for phase in "FBW" if shared(found, f"pre_dispatch.{phase}")] == list(same)
 
 
-@pytest.mark.xfail(strict=True, reason="place: the last layer's end, a product too, is moved into post_process")
 def test_last_layer_is_like_the_others() -> None:
     assert shared(chunk_of(Net(Dense(), Dense())), "pre_dispatch.F")
 

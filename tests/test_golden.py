@@ -70,9 +70,9 @@ nodes
   -    B  post_process
   -    W  post_process  pre_process
   L1   B  post_combine  (combine)=  experts  (dispatch)=  pre_dispatch
-  L1   W  post_combine  experts  pre_dispatch
+  L1   W  experts  pre_dispatch
   L0   B  post_combine=  (combine)=  experts=  (dispatch)=  pre_dispatch=
-  L0   W  post_combine=  experts=  pre_dispatch=
+  L0   W  experts=  pre_dispatch=
 
 plan FB
   compute              comm
@@ -85,7 +85,6 @@ plan FB
   F:L0.permute.F       | B:L1.combine.B
                        > F:L0.dispatch.F
   B:post_process.W     | B:L1.combine.B, F:L0.dispatch.F
-  B:L1.post_combine.W  | B:L1.combine.B, F:L0.dispatch.F
   B:L1.experts.B       | F:L0.dispatch.F
                        > B:L1.dispatch.B
   B:L1.experts.W       | F:L0.dispatch.F, B:L1.dispatch.B
@@ -100,7 +99,6 @@ plan FB
   F:L1.permute.F       | B:L0.combine.B
                        > F:L1.dispatch.F
   B:L1.pre_dispatch.W  | B:L0.combine.B, F:L1.dispatch.F
-  B:L0.post_combine.W  | B:L0.combine.B, F:L1.dispatch.F
   B:L0.experts.B       | F:L1.dispatch.F
                        > B:L0.dispatch.B
   B:L0.experts.W       | F:L1.dispatch.F, B:L0.dispatch.B
@@ -127,7 +125,7 @@ nodes
   -    B  post_process
   -    W  post_process  pre_process
   L2   B  post_combine  (combine)=  experts  (dispatch)=  pre_dispatch
-  L2   W  post_combine  experts  pre_dispatch
+  L2   W  experts  pre_dispatch
   L1   B  experts
   L1   W  experts
   L0   B  pre_dispatch
@@ -141,19 +139,18 @@ plan FB
   B:L2.post_combine.B
                        > B:L2.combine.B
   B:post_process.W     | B:L2.combine.B
-  B:L2.post_combine.W  | B:L2.combine.B
   B:L2.experts.B
                        > B:L2.dispatch.B
   B:L2.experts.W       | B:L2.dispatch.B
   B:L2.pre_dispatch.B
-  B:L2.pre_dispatch.W
   B:L1.experts.B
-  B:L1.experts.W
   F:L1.experts.F
   F:L2.pre_dispatch.F
                        > F:L2.counts.F
   F:L2.permute.F
                        > F:L2.dispatch.F
+  B:L2.pre_dispatch.W  | F:L2.dispatch.F
+  B:L1.experts.W       | F:L2.dispatch.F
   F:L2.experts.F
                        > F:L2.combine.F
   B:L0.pre_dispatch.B  | F:L2.combine.F
@@ -257,7 +254,6 @@ F:L0.permute.F       = permute_F(F:L0.pre_dispatch.F, F:L0.counts.F)
   comm waits for 2
 F:L0.dispatch.F      = combine_B(F:L0.permute.F)
 B:post_process.W     = post_process_W(B:post_process.B)
-B:L0.post_combine.W  = post_combine_W(B:L0.post_combine.B)
 B:L0.experts.B       = experts_B(B:L0.combine.B)
   compute records 3
   comm waits for 3
@@ -267,13 +263,13 @@ F:L0.experts.F       = experts_F(F:L0.permute.F, F:L0.dispatch.F)
   compute records 4
   comm waits for 4
 F:L0.combine.F       = dispatch_B(F:L0.permute.F, F:L0.experts.F)
-B:L0.pre_dispatch.B  = pre_dispatch_B(B:post_process.B, B:L0.post_combine.B, B:L0.dispatch.B)
+B:L0.pre_dispatch.B  = pre_dispatch_B(B:post_process.B, B:L0.dispatch.B)
 F:L0.post_combine.F  = post_combine_F(F:L0.pre_dispatch.F, F:L0.permute.F, F:L0.combine.F)
-F:post_process.F     = post_process_F(F:L0.permute.F, F:L0.post_combine.F)
+F:post_process.F     = post_process_F(F:L0.post_combine.F)
 B:L0.pre_dispatch.W  = pre_dispatch_W(B:L0.pre_dispatch.B)
 B:pre_process.W      = pre_process_W(B:L0.pre_dispatch.B)
 return F: pre_process.F, L0.pre_dispatch.F, L0.permute.F, L0.experts.F, L0.post_combine.F, post_process.F
-return B: post_process.W, L0.post_combine.W, L0.experts.W, L0.pre_dispatch.W, pre_process.W
+return B: post_process.W, L0.experts.W, L0.pre_dispatch.W, pre_process.W
 """,
     )
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,13 +50,6 @@ def assert_same(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[
     assert got[1].keys() == want[1].keys()
     for name, grad in got[1].items():
         assert torch.equal(grad, want[1][name]), name
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The custom ops against plain formulations, alone, on one rank, on two ranks, and in a traced graph."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +149,6 @@ def test_opcheck() -> None:
 
 
 # --- exchanges on one rank --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -84,11 +84,11 @@ def test_lanes_of_three_moe_layers(group: dist.ProcessGroup) -> None:
     ]
     assert lane(plan, Lane.COMPUTE) == [
         *("pre_process.F", "post_process.B"),
-        *("L0.pre_dispatch.F", "L2.post_combine.B", "L0.permute.F", "post_process.W", "L2.post_combine.W"),
+        *("L0.pre_dispatch.F", "L2.post_combine.B", "L0.permute.F", "post_process.W"),
         *("L2.experts.B", "L2.experts.W", "L0.experts.F", "L2.pre_dispatch.B", "L0.post_combine.F"),
-        *("L1.pre_dispatch.F", "L1.post_combine.B", "L1.permute.F", "L2.pre_dispatch.W", "L1.post_combine.W"),
+        *("L1.pre_dispatch.F", "L1.post_combine.B", "L1.permute.F", "L2.pre_dispatch.W"),
         *("L1.experts.B", "L1.experts.W", "L1.experts.F", "L1.pre_dispatch.B", "L1.post_combine.F"),
-        *("L2.pre_dispatch.F", "L0.post_combine.B", "L2.permute.F", "L1.pre_dispatch.W", "L0.post_combine.W"),
+        *("L2.pre_dispatch.F", "L0.post_combine.B", "L2.permute.F", "L1.pre_dispatch.W"),
         *("L0.experts.B", "L0.experts.W", "L2.experts.F", "L0.pre_dispatch.B", "L2.post_combine.F"),
         *("post_process.F", "L0.pre_dispatch.W", "pre_process.W"),
     ]
@@ -219,11 +219,11 @@ def test_policy_receives_chunks_costs_and_config() -> None:
     config = fxo.OverlapConfig(schedule=policy)
     check(build_plan(f, b, config))
     assert seen[0] is f and seen[1] is b and seen[3] is config
-    assert seen[2].keys() == {node.name for node in (*f.nodes, *b.nodes)}
+    of_f, of_b = ({n.name for n in c.nodes if (n.phase is Phase.F) == (c is f)} for c in (f, b))
+    assert seen[2].keys() == of_f | of_b
     assert isinstance(seen[2]["L0.experts.F"], NodeCost)
 
 
-@pytest.mark.xfail(strict=True, reason="build_plan: the backward's chunk overwrites the costs of the forward's nodes")
 def test_costs_of_two_chunks_are_told_apart() -> None:
     """Forward and backward may be different chunks: F costs are the one's, B and W costs the other's."""
     f, b = synthetic(1), synthetic(2)
@@ -280,14 +280,13 @@ def test_illegal_order_is_refused_and_named(policy: Any, message: str) -> None:
 
 
 W = ("post_process.W", "L0.experts.W", "L0.pre_dispatch.W")
-ONE_EARLIER = pytest.mark.xfail(strict=True, reason="build_plan: only the last of several earlier nodes is checked")
 
 
 @pytest.mark.parametrize(
     ("effects", "first"),
     [
         (((W[0], W[1]), (W[1], W[2])), W[1]),
-        pytest.param(((W[1], W[2]), (W[0], W[2])), W[1], marks=ONE_EARLIER),
+        (((W[1], W[2]), (W[0], W[2])), W[1]),
     ],
     ids=["chain", "two before one"],
 )

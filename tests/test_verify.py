@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 from toys import RawModel, batches, differences, eager_step, toy
@@ -58,7 +58,8 @@ class Bad:
 
     def call(self, name: str, mb: str) -> fx.Node:
         """The call of one instance."""
-        return next(n for n in self.graph.nodes if _is_call_of(n, name, mb))
+        calls = self.graph.find_nodes(op="call_module")
+        return next(n for n in calls if (n.meta[META].node.name, n.meta[META].mb) == (name, mb))
 
     def reads(self, name: str, mb: str) -> list[fx.Node]:
         """What one instance is handed."""
@@ -99,10 +100,6 @@ class Bad:
         return str(caught.value)
 
 
-def _is_call_of(node: fx.Node, name: str, mb: str) -> bool:
-    return node.op == "call_module" and (node.meta[META].node.name, node.meta[META].mb) == (name, mb)
-
-
 @pytest.fixture
 def bad(group: dist.ProcessGroup) -> Bad:
     return Bad(group)
@@ -134,15 +131,10 @@ def test_missing_node(bad: Bad, name: str) -> None:
     assert text.startswith("missing node") and name in text
 
 
-@pytest.mark.parametrize(("name", "mb"), [("L0.dispatch.F", "F"), ("L0.combine.B", "B"), ("L0.counts.F", "F")])
-def test_doubled_collective(bad: Bad, name: str, mb: str) -> None:
+@pytest.mark.parametrize(("name", "mb"), [("L0.dispatch.F", "F"), ("L0.combine.B", "B"), ("pre_process.W", "B")])
+def test_doubled_collective_or_node(bad: Bad, name: str, mb: str) -> None:
     text = with_order(bad, lambda order: [i for each in order for i in [each] * (1 + (each.node.name == name))])
     assert text.startswith("doubled") and f"{name} runs 2 times for microbatch {mb}" in text
-
-
-def test_doubled_compute_node(bad: Bad) -> None:
-    text = with_order(bad, lambda order: [*order, order[-1]])
-    assert text.startswith("doubled") and "pre_process.W" in text
 
 
 def test_node_of_a_wrong_microbatch(bad: Bad) -> None:
@@ -320,7 +312,7 @@ def test_free_of_a_result_in_flight(bad: Bad) -> None:
     bad.frees("L0.pre_dispatch.B", "B", drop=(result,))
     bad.frees("L0.experts.W", "B", add=(result,))
     text = bad.error()
-    assert text.startswith("freed in flight") and repr(result) in text
+    assert text.startswith("missing wait") and repr(result) in text
 
 
 def test_aliased_free(bad: Bad) -> None:
@@ -447,7 +439,7 @@ def any_order(group: dist.ProcessGroup) -> tuple[Any, fxo.OverlappedModel, Rando
     return copy.deepcopy(model), fxo.transform(model, config, example_inputs=batches(1)[0]), policy
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_any_legal_order_is_accepted_and_gives_eager_bits(any_order: Any, seed: int) -> None:
     eager, overlapped, policy = any_order

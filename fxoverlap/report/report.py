@@ -21,7 +21,7 @@ class Report:
         exchanges_per_microbatch: all-to-alls of one microbatch, forward and backward, counts included.
         layers: number of logical layers.
         modules: number of distinct node modules.
-        w_moved: W nodes that the FB plan runs later than right behind their B node.
+        w_moved: W nodes that the FB plan runs later than right behind what they need.
         variants: number of captured variants.
         buffers_snapshot: FQNs of the buffers that are cloned for each microbatch.
         assigned_attributes: FQNs of module attributes that forward assigns; a step does not update them.
@@ -111,17 +111,11 @@ def _row(node: Any, chunk: ChunkGraph) -> Row:
 
 
 def count_moved(order: Sequence[Instance]) -> int:
-    """The W nodes between which and the B node of the same layer and slot other nodes run."""
+    """The W nodes between which and the last node that they read from others than W run."""
+    made_at = {(i.mb, value): k for k, i in enumerate(order) for value in i.node.writes}
     moved = 0
-    previous: dict[str, int] = {}
-    own = [i for i in order if i.mb == "B"]
-    position = {i.node.name: k for k, i in enumerate(order)}
-    for instance in own:
-        node = instance.node
-        if node.phase is not Phase.W:
-            previous[f"{node.layer}.{node.slot}"] = position[node.name]
-            continue
-        start = previous.get(f"{node.layer}.{node.slot}", -1)
-        between = order[start + 1 : position[node.name]]
-        moved += any(each.node.phase is not Phase.W for each in between)
+    for position, instance in enumerate(order):
+        if instance.node.phase is Phase.W:
+            start = max((made_at.get((instance.mb, value), -1) for value in instance.node.reads), default=-1)
+            moved += any(each.node.phase is not Phase.W for each in order[start + 1 : position])
     return moved

@@ -40,10 +40,12 @@ def _issue(operation: Operation, state: MicrobatchState) -> None:
     values = state.values
     arguments = [values[i] for i in operation.reads]
     # Dropped before the call, so that arguments die inside it, with their last use.
-    for i in operation.frees:
+    for i in operation.last_reads:
         values[i] = None
     with compat.below_autograd():
         results = operation.call(arguments)
+    for i in operation.last_waits:
+        values[i] = None
     if operation.gradients:
         targets = [state.target(kind, index) for _, kind, index in operation.gradients]
         deliver(targets, [results[position] for position, _, _ in operation.gradients])

@@ -27,7 +27,8 @@ class Operation:
         of_forward: whether it works on the state of the microbatch "F" (else "B").
         reads: positions in the state's values.
         writes: likewise, one a result; None for a result that nothing reads later.
-        frees: positions that are empty afterwards.
+        last_reads: positions whose value dies inside the call, with its last use.
+        last_waits: positions whose value dies behind the call: inputs of launches that it waits for.
         gradients: (position among the results, kind, index) of the parameters and leaves whose gradient is final now.
     """
 
@@ -36,7 +37,8 @@ class Operation:
     of_forward: bool
     reads: tuple[int, ...]
     writes: tuple[int | None, ...]
-    frees: tuple[int, ...]
+    last_reads: tuple[int, ...]
+    last_waits: tuple[int, ...]
     gradients: tuple[tuple[int, InputKind, int], ...]
 
 
@@ -69,16 +71,20 @@ def _operation(node: fx.Node, module: nn.Module, instance: Instance, layout: Lay
     targets: dict[str, list[GraphInput]] = {}
     for value, target in layout.gradients if instance.mb == "B" else ():
         targets.setdefault(value, []).append(target)
+    arguments: Any = node.args[0]
+    read = [argument.meta[META].value for argument in arguments]
+    dying = [value for value in instance.frees if value not in written.values()]
     return Operation(
         instance,
         module.forward,
         instance.mb == "F",
-        reads=tuple(layout.index[argument.meta[META].value] for argument in node.all_input_nodes),
+        reads=tuple(layout.index[value] for value in read),
         writes=tuple(
             layout.index[written[i]] if i in written and written[i] not in instance.frees else None
             for i in range(len(instance.node.writes))
         ),
-        frees=tuple(layout.index[value] for value in instance.frees if value not in written.values()),
+        last_reads=tuple(layout.index[value] for value in dying if value in read),
+        last_waits=tuple(layout.index[value] for value in dying if value not in read),
         gradients=tuple(
             (i, target.kind, target.index) for i, value in sorted(written.items()) for target in targets.get(value, ())
         ),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, NodeCost, Phase, Plan, ScheduleNode
 from fxoverlap.schedule.policies import Order, megatron, sequential
 
 Policy = Callable[[ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]]
@@ -26,9 +26,7 @@ BUILT_IN: dict[str, Policy] = {"sequential": sequential, "megatron": megatron, "
 def build_plan(f: ChunkGraph | None, b: ChunkGraph | None, config: OverlapConfig) -> Plan:
     """The plan of one fused step under `config.schedule`."""
     policy = config.schedule if callable(config.schedule) else BUILT_IN[config.schedule]
-    costs: dict = {}
-    for chunk in (f, b):
-        costs |= chunk.costs if chunk is not None else {}
+    costs = _costs(f, (Phase.F,)) | _costs(b, (Phase.B, Phase.W, Phase.R))
     order = list(policy(f, b, costs, config))
     _check_entries(order, f, b)
     placed = {(node.name, mb) for node, mb in order}
@@ -55,6 +53,10 @@ def _check_entries(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> 
             )
 
 
+def _costs(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> dict[str, NodeCost]:
+    return {} if chunk is None else {n: c for n, c in chunk.costs.items() if n in _names(chunk, phases)}
+
+
 def _names(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> set[str]:
     return {node.name for node in chunk.nodes if node.phase in phases} if chunk is not None else set()
 
@@ -76,7 +78,9 @@ def _check_legal(order: list[ScheduleNode], chunk: ChunkGraph, mb: str) -> None:
     made_by = {value: node.name for node in chunk.nodes for value in node.writes}
     here = {node.name for node in order}
     done: set[str] = set()
-    before = {later: earlier for earlier, later in chunk.effects}
+    before: dict[str, list[str]] = {}
+    for earlier, later in chunk.effects:
+        before.setdefault(later, []).append(earlier)
     for node in order:
         for value in node.reads:
             source = made_by.get(value)
@@ -85,10 +89,10 @@ def _check_legal(order: list[ScheduleNode], chunk: ChunkGraph, mb: str) -> None:
                     f"The policy's order is illegal for microbatch {mb!r}: {node.name} reads {value!r}, which {source} "
                     f"makes later. Place {source} before {node.name}."
                 )
-        earlier = before.get(node.name)
-        if earlier in here and earlier not in done:
-            raise UnsupportedError(
-                f"The policy's order is illegal for microbatch {mb!r}: {node.name} must follow {earlier}, because both "
-                f"draw random numbers or have other effects. Place {earlier} before {node.name}."
-            )
+        for earlier in before.get(node.name, ()):
+            if earlier in here and earlier not in done:
+                raise UnsupportedError(
+                    f"The policy's order is illegal for microbatch {mb!r}: {node.name} must follow {earlier}, because "
+                    f"both draw random numbers or have other effects. Place {earlier} before {node.name}."
+                )
         done.add(node.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import zip_longest
 
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import ChunkGraph, CostTable, Phase, ScheduleNode, Slot
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, Phase, ScheduleNode, Slot
 
 Order = list[tuple[ScheduleNode, str]]
 
@@ -31,8 +31,9 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
 
     The comm lane sees combine.B, dispatch.F, dispatch.B, combine.F; the compute lane sees pre_dispatch.F, experts.B,
     experts.W, experts.F, pre_dispatch.B. The counts exchange is launched before combine.B, because a group's
-    exchanges queue up and the host reads the counts. W of pre_dispatch is computed one layer later, under combine.B;
-    that of the first layer comes last.
+    exchanges queue up and the host reads the counts. W of pre_dispatch is computed under the next combine.B or
+    dispatch.F; that of the first layer comes last. Where neither layer of a pair exchanges tokens, but a later pair
+    does, W waits for that pair.
     """
     del costs, config
     issue = _Issue(f, b)
@@ -40,7 +41,9 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
     issue.b(None, Slot.POST_PROCESS)
     forward_layers = range(f.layers) if f is not None else []
     backward_layers = reversed(range(b.layers)) if b is not None else []
-    for i, j in zip_longest(forward_layers, backward_layers):
+    pairs = list(zip_longest(forward_layers, backward_layers))
+    last_cover = max((k for k, pair in enumerate(pairs) if issue.exchanges(*pair)), default=-1)
+    for k, (i, j) in enumerate(pairs):
         if i is not None:
             issue.f(i, Slot.PRE_DISPATCH)
             issue.f(i, Slot.COUNTS)
@@ -50,7 +53,8 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
         if i is not None:
             issue.f(i, Slot.PERMUTE)
             issue.f(i, Slot.DISPATCH)
-        if j is not None:
+        covers = issue.exchanges(i, j) or k > last_cover
+        if j is not None and covers:
             issue.w_before(j)
         if i is not None:
             issue.f(i, Slot.SHARED)
@@ -58,6 +62,7 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
             issue.b(j, Slot.EXPERTS)
             issue.b(j, Slot.DISPATCH)
             issue.b(j, Slot.SHARED)
+        if j is not None and covers:
             issue.w(j, Slot.EXPERTS)
             issue.w(j, Slot.SHARED)
         if i is not None:
@@ -79,6 +84,7 @@ class _Issue:
     def __init__(self, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
         self._left = {"F": _nodes(f, (Phase.F,)), "B": _nodes(b, (Phase.B, Phase.W))}
         self._needs = {"F": _needs(f), "B": _needs(b)}
+        self._exchange = {mb: {key[:2] for key, n in self._left[mb].items() if n.lane is Lane.COMM} for mb in "FB"}
         self.order: Order = []
 
     def f(self, layer: int | None, slot: Slot) -> None:
@@ -92,6 +98,12 @@ class _Issue:
     def w(self, layer: int | None, slot: Slot) -> None:
         """Issue a weight-gradient node."""
         self._issue("B", (layer, slot, Phase.W))
+
+    def exchanges(self, i: int | None, j: int | None) -> bool:
+        """Whether layer i of the forward or layer j of the backward exchanges tokens."""
+        return (i is not None and (i, Slot.DISPATCH) in self._exchange["F"]) or (
+            j is not None and (j, Slot.DISPATCH) in self._exchange["B"]
+        )
 
     def w_before(self, layer: int) -> None:
         """Issue the weight gradients that are left of what the backward ran before this layer's experts."""
