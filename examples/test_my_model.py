@@ -40,13 +40,13 @@ plan FB
   compute              comm
   F:pre_process.F
   B:post_process.B
-  F:L0.pre_dispatch.F
-                       > F:L0.counts.F
-  B:L0.post_combine.B  | F:L0.counts.F
+  B:L0.post_combine.B
                        > B:L0.combine.B
+  F:L0.pre_dispatch.F  | B:L0.combine.B
+                       > F:L0.counts.F
+  B:post_process.W     | F:L0.counts.F, B:L0.combine.B
   F:L0.permute.F       | B:L0.combine.B
                        > F:L0.dispatch.F
-  B:post_process.W     | B:L0.combine.B, F:L0.dispatch.F
   B:L0.experts.B       | F:L0.dispatch.F
                        > B:L0.dispatch.B
   B:L0.experts.W       | F:L0.dispatch.F, B:L0.dispatch.B

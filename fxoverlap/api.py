@@ -23,7 +23,7 @@ from fxoverlap.ir import Plan
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
 from fxoverlap.planner import Built, Planner, Variant
 from fxoverlap.report import Report, golden, make_report
-from fxoverlap.runtime import MicrobatchState, agree, all_or_nothing, run
+from fxoverlap.runtime import Fingerprint, MicrobatchState, agree, all_or_nothing, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +173,8 @@ class OverlappedModel(nn.Module):
             failure = error
         group = self._planner.group()
         if group is not None:
-            agree(group, len(given), self._planner.is_new, self._planner.fingerprint, failure)
-            self._planner.is_new = False
+            plans = Fingerprint() if failure is not None else self._planner.fingerprint(programs)
+            agree(group, len(given), plans, failure)
         elif failure is not None:
             raise failure
         return variants, programs

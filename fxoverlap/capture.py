@@ -18,6 +18,7 @@ model is left as it was.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,6 +77,7 @@ class Capture:
 def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> Capture:
     """Trace `model` on `microbatch`. Raises CaptureError, UnsupportedError."""
     refuse_what_cannot_be_traced(model, config)
+    _check_signature(model, microbatch)
     parts = flatten(microbatch)
     leaves = tuple(i for i, value in enumerate(parts.values) if isinstance(value, torch.Tensor))
     chunk = _Chunk(model, parts.values, parts.spec, leaves)
@@ -93,6 +95,19 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
     _refuse_weights_cast_twice(joint)
     return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, tuple(assigned))
+
+
+def _check_signature(model: nn.Module, microbatch: Microbatch) -> None:
+    """Raise CaptureError if forward does not take such arguments."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*microbatch.args, **microbatch.kwargs)
+    except TypeError as error:
+        given = [type(each).__name__ for each in microbatch.args] + [f"{name}=" for name in microbatch.kwargs]
+        raise CaptureError(
+            f"The microbatch ({', '.join(given)}) does not fit {type(model).__name__}.forward{signature}: {error}. "
+            f"step takes a list of microbatches, each a tuple of positional arguments or a dict of keyword arguments."
+        ) from error
 
 
 def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> None:

@@ -20,6 +20,10 @@ def _reject(field: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"OverlapConfig.{field} is {value!r}; allowed: {allowed}.")
 
 
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _positive(owner: str, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{owner}.{field} is {value!r}; allowed: a positive integer.")
@@ -46,11 +50,11 @@ class Recompute:
         if self.method not in METHODS:
             raise ConfigError(f"Recompute.method is {self.method!r}; allowed: {', '.join(METHODS)}.")
         _positive("Recompute", "num_layers", self.num_layers)
-        if isinstance(self.modules, str) or not all(isinstance(m, str) for m in self.modules):
+        if not _is_sequence(self.modules) or not all(isinstance(m, str) for m in self.modules):
             raise ConfigError(f"Recompute.modules is {self.modules!r}; allowed: a sequence of FQN globs.")
         if self.method == "selective" and not self.modules:
             raise ConfigError("Recompute.modules is empty; method 'selective' needs at least one FQN glob.")
-        if isinstance(self.keep, str) or not set(self.keep) <= set(KEEP):
+        if not _is_sequence(self.keep) or not all(each in KEEP for each in self.keep):
             raise ConfigError(f"Recompute.keep is {self.keep!r}; allowed: any of {', '.join(KEEP)}.")
 
 
@@ -108,6 +112,8 @@ class OverlapConfig:
         self._refuse_what_is_missing()
 
     def _check_choices(self) -> None:
+        if self.pattern is not None and not isinstance(self.pattern, str):
+            raise _reject("pattern", self.pattern, "a string such as '*-[*E]'")
         if self.pattern is not None:
             try:
                 parse(self.pattern)
@@ -122,7 +128,7 @@ class OverlapConfig:
             raise _reject("ramp", self.ramp, "none, pair")
         if self.hooks not in ("refuse", "trace"):
             raise _reject("hooks", self.hooks, "refuse, trace")
-        if self.dynamic not in ("auto", False):
+        if self.dynamic != "auto" and self.dynamic is not False:
             raise _reject("dynamic", self.dynamic, '"auto", False')
         if self.compile is not None and self.compile != "inductor" and not callable(self.compile):
             raise _reject("compile", self.compile, 'None, "inductor", or a torch.compile backend')
@@ -133,8 +139,9 @@ class OverlapConfig:
         _positive("OverlapConfig", "max_variants", self.max_variants)
         if self.memory_budget is not None:
             _positive("OverlapConfig", "memory_budget", self.memory_budget)
-        if isinstance(self.imbalance, bool) or not isinstance(self.imbalance, (int, float)) or not self.imbalance >= 1:
-            raise _reject("imbalance", self.imbalance, "a number of at least 1")
+        number = isinstance(self.imbalance, (int, float)) and not isinstance(self.imbalance, bool)
+        if not number or not 1 <= self.imbalance < float("inf"):
+            raise _reject("imbalance", self.imbalance, "a finite number of at least 1")
         check_grad_scale("OverlapConfig.grad_scale", self.grad_scale)
 
     def _check_globs(self) -> None:
@@ -143,9 +150,18 @@ class OverlapConfig:
             globs = [value] if isinstance(value, str) else value
             if not isinstance(globs, Sequence) or not all(isinstance(glob, str) and glob for glob in globs):
                 raise _reject(name, value, "an FQN glob such as 'layers.*', or a sequence of them")
-        if isinstance(self.opaque, str) or not isinstance(self.opaque, Sequence):
+        if not _is_sequence(self.opaque) or not all(isinstance(each, (str, type)) for each in self.opaque):
             raise _reject("opaque", self.opaque, "a sequence of module types or FQN globs")
+        group = self.process_group
+        if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
+            raise _reject("process_group", group, "None, a ProcessGroup, or the name of one")
         if self.passes is not None:
+            if not _is_sequence(self.passes):
+                raise _reject(
+                    "passes",
+                    self.passes,
+                    'a sequence of functions with an attribute stage of "joint", "chunk" or "plan"',
+                )
             for each in self.passes:
                 if not callable(each) or getattr(each, "stage", None) not in ("joint", "chunk", "plan"):
                     raise _reject("passes", each, 'functions with an attribute stage of "joint", "chunk" or "plan"')

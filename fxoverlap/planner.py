@@ -21,11 +21,14 @@ from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind
 from fxoverlap.microbatch import Leaves, Microbatch
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
 from fxoverlap.report import node_table
-from fxoverlap.runtime import Layout, Program, lower
+from fxoverlap.runtime import Fingerprint, Layout, Program, lower
 from fxoverlap.schedule import build_plan
 from fxoverlap.variants import Key, ambient_key, microbatch_key, model_key
 
 KINDS = ("F", "FB", "B")
+
+# Ranks may differ in these: a group object, and a factor that does not change the plan.
+_COMPARED = tuple(each.name for each in fields(OverlapConfig) if each.name not in ("process_group", "grad_scale"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,6 @@ class Planner:
 
     Attributes:
         records: what every pass did, in order.
-        is_new: whether something was planned since the ranks last agreed.
     """
 
     def __init__(self, model: nn.Module, config: OverlapConfig) -> None:
@@ -68,8 +70,8 @@ class Planner:
         self._variants: dict[Key, Variant] = {}
         self._built: dict[tuple[int | None, int | None], Built] = {}
         self._latest: tuple[Variant, Variant] | None = None
+        self._fingerprints: dict[tuple[int, ...], Fingerprint] = {}
         self.records: list[PassRecord] = []
-        self.is_new = True
 
     @property
     def variants(self) -> int:
@@ -85,9 +87,8 @@ class Planner:
         if key not in self._variants:
             limit = 1 if self._config.dynamic is False else self._config.max_variants
             if len(self._variants) >= limit:
-                raise UnsupportedError(_too_many(limit, list(self._variants), leaves))
+                raise UnsupportedError(_too_many(self._config, list(self._variants), leaves))
             self._variants[key] = self._capture(microbatch)
-            self.is_new = True
         return self._variants[key]
 
     def built(self, f: Variant | None, b: Variant | None) -> Built:
@@ -98,7 +99,6 @@ class Planner:
             fused = to_fused(plan, self._config, self.records)
             program = lower(fused, f.layout if f else None, b.layout if b else None)
             self._built[key] = Built(fused, program)
-            self.is_new = True
         return self._built[key]
 
     def prepare(self, variants: list[Variant]) -> list[Built]:
@@ -122,14 +122,17 @@ class Planner:
         f, b = self.latest()
         return self.built(f if "F" in kind else None, b if "B" in kind else None)
 
-    def fingerprint(self) -> list[str]:
-        """Lines that are equal on two ranks if they run the same plans; no shapes, costs or tensors."""
-        skip = ("process_group", "grad_scale")
-        lines = [f"{each.name} = {_stable(getattr(self._config, each.name))}" for each in fields(self._config)]
-        lines = [line for line in lines if not line.startswith(skip)]
-        for variant in self._variants.values():
-            lines += node_table(variant.chunk).splitlines()
-        return lines + [line for built in self._built.values() for line in str(built.fused.plan).splitlines()]
+    def fingerprint(self, programs: list[Built]) -> Fingerprint:
+        """What is equal on two ranks if they run the same programs in a step; no shapes, costs or tensors."""
+        key = tuple(id(built) for built in programs)
+        if key not in self._fingerprints:
+            lines = [f"{name} = {_stable(getattr(self._config, name))}" for name in _COMPARED]
+            plans = [built.fused.plan for built in programs]
+            chunks = [chunk for plan in plans for chunk in (plan.forward, plan.backward) if chunk is not None]
+            texts = dict.fromkeys([*map(node_table, chunks), *map(str, plans)])
+            lines += [line for text in texts for line in text.splitlines()]
+            self._fingerprints[key] = Fingerprint.of(lines)
+        return self._fingerprints[key]
 
     def group(self) -> dist.ProcessGroup | None:
         """The expert-parallel group: the config's, else one that a module holds, else that of the graph's exchanges."""
@@ -164,20 +167,20 @@ def _stable(value: Any) -> str:
     return getattr(value, "__qualname__", None) or repr(value)
 
 
-def _too_many(limit: int, variants: list[Key], leaves: Leaves) -> str:
-    """Name the leaf that varies."""
-    new = microbatch_key(leaves)
-    for key in variants:
-        spec, seen = key[0]
-        if spec != new[0]:
-            continue
-        for path, old, now in zip(leaves.paths, seen, new[1], strict=True):
-            if old != now:
-                return (
-                    f"step: {limit} variants are captured already and {path} varies: {old} before, {now} now. Pad "
-                    f"microbatches to few sizes (bucketing), or raise OverlapConfig.max_variants."
-                )
+def _too_many(config: OverlapConfig, variants: list[Key], leaves: Leaves) -> str:
+    """Name the leaf that varies, and what was seen of it."""
+    allowed = 'dynamic="auto"' if config.dynamic is False else "a larger max_variants"
+    known = f"step: {len(variants)} variants are captured already"
+    spec, now = microbatch_key(leaves)
+    alike = [key[0][1] for key in variants if key[0][0] == spec]
+    for i, path in enumerate(leaves.paths):
+        seen = list(dict.fromkeys(str(leaf[i]) for leaf in alike))
+        if seen and str(now[i]) not in seen:
+            return (
+                f"{known}, and {path} varies: seen {', '.join(seen)}; now {now[i]}. Pad microbatches to few sizes "
+                f"(bucketing), or set {allowed} in OverlapConfig."
+            )
     return (
-        f"step: {limit} variants are captured already, and the structure of the microbatch, the model's parameters, "
-        f"modes or the ambient autocast differ from all of them. Keep them fixed, or raise OverlapConfig.max_variants."
+        f"{known}, and the structure of the microbatch, the parameters or modes of the model, or autocast differ "
+        f"from all of them. Keep them fixed, or set {allowed} in OverlapConfig."
     )

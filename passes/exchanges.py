@@ -98,15 +98,16 @@ def _expert_group(launches: list[fx.Node], config: OverlapConfig) -> str | None:
         asked = config.process_group
         return asked if isinstance(asked, str) else str(asked.group_name)
     groups = sorted({group_name(node) for node in launches})
-    if len(groups) > 1:
-        # Sequence-parallel attention sends equal static parts; expert parallelism sends what the router chose.
-        groups = sorted({group_name(node) for node in launches if _is_data_dependent(node)})
-    if len(groups) > 1:
+    if len(groups) < 2:
+        return groups[0] if groups else None
+    # Sequence-parallel attention sends equal static parts; expert parallelism sends what the router chose.
+    routed = sorted({group_name(node) for node in launches if _is_data_dependent(node)})
+    if len(routed) != 1:
         raise UnsupportedError(
             f"The model uses all-to-alls of several process groups, {groups}, and it is not clear which one is the "
             f"expert-parallel group. Pass it as OverlapConfig.process_group."
         )
-    return groups[0] if groups else None
+    return routed[0]
 
 
 def _is_data_dependent(launch: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from fxoverlap.ir import ChunkGraph, Lane, NodeCost, Phase, Plan, ScheduleNode, 
 from fxoverlap.schedule import build_plan
 
 CONFIG = fxo.OverlapConfig()
+MEGATRON = fxo.OverlapConfig(schedule="megatron")
 Order = list[tuple[ScheduleNode, str]]
 
 
@@ -75,7 +76,7 @@ def check(plan: Plan) -> None:
 
 def test_lanes_of_three_moe_layers(group: dist.ProcessGroup) -> None:
     both = chunk(group, "[*E][*E][*E]")
-    plan = build_plan(both, both, CONFIG)
+    plan = build_plan(both, both, MEGATRON)
     check(plan)
     assert lane(plan, Lane.COMM) == [
         *("L0.counts.F", "L2.combine.B", "L0.dispatch.F", "L2.dispatch.B", "L0.combine.F"),
@@ -94,17 +95,28 @@ def test_lanes_of_three_moe_layers(group: dist.ProcessGroup) -> None:
     ]
 
 
-def test_auto_is_megatron_and_the_default(group: dist.ProcessGroup) -> None:
-    both = chunk(group, "[*E]")
-    orders = [build_plan(both, both, fxo.OverlapConfig(schedule=s)).order for s in ("auto", "megatron")]
-    assert orders[0] == orders[1] == build_plan(both, both, CONFIG).order
-    assert build_plan(both, both, fxo.OverlapConfig(schedule="sequential")).order != orders[0]
+def test_auto_is_the_default_and_covers_the_combine_of_the_backward(group: dist.ProcessGroup) -> None:
+    """Its exchanges are those of `megatron`, but combine.B is in flight while pre_dispatch.F computes."""
+    both = chunk(group, "[*E][*E]")
+    plan = build_plan(both, both, fxo.OverlapConfig(schedule="auto"))
+    assert plan.order == build_plan(both, both, CONFIG).order
+    for i, j in ((0, 1), (1, 0)):
+        order = [f"L{j}.combine.B", f"L{i}.pre_dispatch.F", f"L{i}.counts.F", f"L{i}.permute.F", f"L{i}.dispatch.F"]
+        positions = [lane_order(plan).index(name) for name in order]
+        assert positions == sorted(positions)
+        # The weight gradients that there are stand between the counts and the host read.
+        between = lane_order(plan)[positions[2] + 1 : positions[3]]
+        assert between and all(name.endswith(".W") for name in between)
+
+
+def lane_order(plan: Plan) -> list[str]:
+    return [instance.node.name for instance in plan.order]
 
 
 @pytest.mark.parametrize("layers", [(1, 1), (3, 3), (4, 2), (2, 4)])
 def test_counts_are_launched_before_the_next_token_exchange(layers: tuple[int, int]) -> None:
     """A group's exchanges queue up and the host reads the counts: none may stand between them and their reader."""
-    plan = build_plan(synthetic(layers[0]), synthetic(layers[1]), CONFIG)
+    plan = build_plan(synthetic(layers[0]), synthetic(layers[1]), MEGATRON)
     order = [instance.node.name for instance in plan.order]
     for layer in range(layers[0]):
         launch, reader = order.index(f"L{layer}.counts.F"), order.index(f"L{layer}.permute.F")

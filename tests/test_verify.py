@@ -281,16 +281,16 @@ def test_event_that_is_not_recorded(bad: Bad) -> None:
 
 
 def test_event_recorded_before_the_value_is_made(bad: Bad) -> None:
-    bad.call("L0.pre_dispatch.F", "F").prepend(events(bad.fused, record_event)[0])
+    bad.call("L0.post_combine.B", "B").prepend(events(bad.fused, record_event)[0])
     text = bad.error()
-    assert text.startswith("no event") and "L0.counts.F on lane comm" in text
+    assert text.startswith("no event") and "L0.combine.B on lane comm" in text
 
 
 def test_event_that_another_lane_waits_for(bad: Bad) -> None:
     wait = events(bad.fused, wait_event)[0]
     wait.args = (wait.args[0], Lane.HOST.value)
     text = bad.error()
-    assert text.startswith("no event") and "L0.counts.F on lane comm" in text
+    assert text.startswith("no event") and "L0.combine.B on lane comm" in text
 
 
 # --- lifetimes --------------------------------------------------------------------------------------------------

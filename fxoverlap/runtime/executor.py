@@ -48,7 +48,11 @@ def _issue(operation: Operation, state: MicrobatchState) -> None:
         values[i] = None
     if operation.gradients:
         targets = [state.target(kind, index) for _, kind, index in operation.gradients]
-        deliver(targets, [results[position] for position, _, _ in operation.gradients])
+        # What later nodes read as well must not become a `.grad`, which hooks and the user write to.
+        gradients = [
+            results[i] if operation.writes[i] is None else results[i].clone() for i, _, _ in operation.gradients
+        ]
+        deliver(targets, gradients)
     for position, result in zip(operation.writes, results, strict=True):
         if position is not None:
             values[position] = result

@@ -15,19 +15,18 @@ from collections.abc import Callable, Sequence
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, NodeCost, Phase, Plan, ScheduleNode
-from fxoverlap.schedule.policies import Order, megatron, sequential
+from fxoverlap.schedule.policies import Order, auto, megatron, sequential
 
 Policy = Callable[[ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]]
 
-# Without a cost model "auto" takes the published order.
-BUILT_IN: dict[str, Policy] = {"sequential": sequential, "megatron": megatron, "auto": megatron}
+BUILT_IN: dict[str, Policy] = {"sequential": sequential, "megatron": megatron, "auto": auto}
 
 
 def build_plan(f: ChunkGraph | None, b: ChunkGraph | None, config: OverlapConfig) -> Plan:
     """The plan of one fused step under `config.schedule`."""
     policy = config.schedule if callable(config.schedule) else BUILT_IN[config.schedule]
     costs = _costs(f, (Phase.F,)) | _costs(b, (Phase.B, Phase.W, Phase.R))
-    order = list(policy(f, b, costs, config))
+    order = _as_order(policy(f, b, costs, config))
     _check_entries(order, f, b)
     placed = {(node.name, mb) for node, mb in order}
     if b is not None:
@@ -38,6 +37,14 @@ def build_plan(f: ChunkGraph | None, b: ChunkGraph | None, config: OverlapConfig
         if chunk is not None:
             _check_legal([node for node, each in order if each == mb], chunk, mb)
     return Plan(kind, f, b, tuple(Instance(node, mb) for node, mb in order))
+
+
+def _as_order(returned: object) -> Order:
+    if not isinstance(returned, Sequence):
+        raise UnsupportedError(
+            f'The policy returned {returned!r}; expected a list of pairs of a ScheduleNode and "F" or "B".'
+        )
+    return list(returned)
 
 
 def _check_entries(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> None:

@@ -7,12 +7,15 @@ that it leaves out are flushed at the end. `plan.build_plan` checks the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import zip_longest
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, CostTable, Lane, Phase, ScheduleNode, Slot
 
 Order = list[tuple[ScheduleNode, str]]
+Opening = Callable[["_Issue", "int | None", "int | None", bool], None]
+"""Issues the beginning of a pair of layers: (issue, forward layer, backward layer, whether W is computed here)."""
 
 
 def sequential(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
@@ -31,11 +34,53 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
 
     The comm lane sees combine.B, dispatch.F, dispatch.B, combine.F; the compute lane sees pre_dispatch.F, experts.B,
     experts.W, experts.F, pre_dispatch.B. The counts exchange is launched before combine.B, because a group's
-    exchanges queue up and the host reads the counts. W of pre_dispatch is computed under the next combine.B or
-    dispatch.F; that of the first layer comes last. Where neither layer of a pair exchanges tokens, but a later pair
-    does, W waits for that pair.
+    exchanges queue up and the host reads the counts. The comm lane has nothing to do under pre_dispatch.F.
     """
     del costs, config
+    return _interleave(f, b, _counts_then_combine)
+
+
+def auto(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
+    """The order of `megatron`, with combine.B launched before pre_dispatch.F instead of behind its counts.
+
+    So pre_dispatch.F covers combine.B. The counts queue behind combine.B, but the host does not read them before it
+    has computed what weight gradients there are; and until combine.B arrives, there is nothing else to compute. It
+    costs the comm lane the latency of the counts, where `megatron` costs it all of pre_dispatch.F.
+    """
+    del costs, config
+    return _interleave(f, b, _combine_then_counts)
+
+
+def _counts_then_combine(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
+    """The opening of a pair in `megatron`."""
+    issue.f(i, Slot.PRE_DISPATCH)
+    issue.f(i, Slot.COUNTS)
+    issue.b(j, Slot.POST_COMBINE)
+    issue.b(j, Slot.COMBINE)
+    issue.f(i, Slot.PERMUTE)
+    issue.f(i, Slot.DISPATCH)
+    if covers:
+        issue.w_before(j)
+
+
+def _combine_then_counts(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
+    """The opening of a pair in `auto`."""
+    issue.b(j, Slot.POST_COMBINE)
+    issue.b(j, Slot.COMBINE)
+    issue.f(i, Slot.PRE_DISPATCH)
+    issue.f(i, Slot.COUNTS)
+    if covers:
+        issue.w_before(j)
+    issue.f(i, Slot.PERMUTE)
+    issue.f(i, Slot.DISPATCH)
+
+
+def _interleave(f: ChunkGraph | None, b: ChunkGraph | None, opening: Opening) -> Order:
+    """Layer i of the forward beside layer N-1-i of the backward, as far as both go.
+
+    Weight gradients are computed where exchanges are in flight; those of the first layer come last. Where neither
+    layer of a pair exchanges tokens, but a later pair does, they wait for that pair.
+    """
     issue = _Issue(f, b)
     issue.f(None, Slot.PRE_PROCESS)
     issue.b(None, Slot.POST_PROCESS)
@@ -44,34 +89,19 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
     pairs = list(zip_longest(forward_layers, backward_layers))
     last_cover = max((k for k, pair in enumerate(pairs) if issue.exchanges(*pair)), default=-1)
     for k, (i, j) in enumerate(pairs):
-        if i is not None:
-            issue.f(i, Slot.PRE_DISPATCH)
-            issue.f(i, Slot.COUNTS)
-        if j is not None:
-            issue.b(j, Slot.POST_COMBINE)
-            issue.b(j, Slot.COMBINE)
-        if i is not None:
-            issue.f(i, Slot.PERMUTE)
-            issue.f(i, Slot.DISPATCH)
         covers = issue.exchanges(i, j) or k > last_cover
-        if j is not None and covers:
-            issue.w_before(j)
-        if i is not None:
-            issue.f(i, Slot.SHARED)
-        if j is not None:
-            issue.b(j, Slot.EXPERTS)
-            issue.b(j, Slot.DISPATCH)
-            issue.b(j, Slot.SHARED)
-        if j is not None and covers:
+        opening(issue, i, j, covers)
+        issue.f(i, Slot.SHARED)
+        issue.b(j, Slot.EXPERTS)
+        issue.b(j, Slot.DISPATCH)
+        issue.b(j, Slot.SHARED)
+        if covers:
             issue.w(j, Slot.EXPERTS)
             issue.w(j, Slot.SHARED)
-        if i is not None:
-            issue.f(i, Slot.EXPERTS)
-            issue.f(i, Slot.COMBINE)
-        if j is not None:
-            issue.b(j, Slot.PRE_DISPATCH)
-        if i is not None:
-            issue.f(i, Slot.POST_COMBINE)
+        issue.f(i, Slot.EXPERTS)
+        issue.f(i, Slot.COMBINE)
+        issue.b(j, Slot.PRE_DISPATCH)
+        issue.f(i, Slot.POST_COMBINE)
     issue.f(None, Slot.POST_PROCESS)
     issue.b(None, Slot.PRE_PROCESS)
     issue.rest()
@@ -79,7 +109,10 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
 
 
 class _Issue:
-    """Appends nodes to an order, each behind what it needs; a node that a chunk does not have is skipped."""
+    """Appends nodes to an order, each behind what it needs; a node that a chunk does not have is skipped.
+
+    A layer None is the part outside the layers, or a layer that the shorter chunk does not have: slots tell them apart.
+    """
 
     def __init__(self, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
         self._left = {"F": _nodes(f, (Phase.F,)), "B": _nodes(b, (Phase.B, Phase.W))}
@@ -105,8 +138,10 @@ class _Issue:
             j is not None and (j, Slot.DISPATCH) in self._exchange["B"]
         )
 
-    def w_before(self, layer: int) -> None:
+    def w_before(self, layer: int | None) -> None:
         """Issue the weight gradients that are left of what the backward ran before this layer's experts."""
+        if layer is None:
+            return
         for key in list(self._left["B"]):
             if key[2] is Phase.W and (
                 key[:2] in ((None, Slot.POST_PROCESS), (layer, Slot.POST_COMBINE))
