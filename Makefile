@@ -26,7 +26,7 @@ demo: $(VENV)/.installed
 	$(BIN)/fxoverlap demo $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
