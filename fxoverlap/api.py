@@ -93,8 +93,7 @@ class OverlappedModel(nn.Module):
     def prepare(self, microbatch: Any) -> None:
         """Capture and plan for microbatches like this one, without running anything."""
         given = as_microbatch(microbatch)
-        variant = self._planner.variant(flatten(given), given)
-        self._planner.prepare([variant, variant])
+        self._planner.prepare(self._planner.variants_for([flatten(given)], [given]) * 2)
 
     def step(self, microbatches: Sequence[Any], outputs: bool = True) -> StepResult:
         """Forward and backward of all microbatches; gradients accumulate in `.grad` as in eager.
@@ -110,11 +109,10 @@ class OverlappedModel(nn.Module):
             PlanMismatchError: the ranks of the expert-parallel group are not ready for the same step.
             StepError: a node failed. Parameters are untouched; a `.grad` that was None is None again.
         """
-        given = self._given(microbatches)
-        parts = [flatten(each) for each in given]
-        variants, programs = self._get_ready(parts, given)
+        given, parts, variants, programs = self._get_ready(microbatches)
         result = StepResult([], [])
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(self.module):
+        targets = [*self.module.parameters(), *(leaf for part in parts for leaf in part.tensors())]
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(targets):
             previous: MicrobatchState | None = None
             for i, built in enumerate(programs):
                 current = self._begin(i, variants[i], parts[i], given[i]) if i < len(given) else None
@@ -161,13 +159,19 @@ class OverlappedModel(nn.Module):
             raise ConfigError("step: there is no microbatch; expected a list of at least one.")
         return [as_microbatch(each) for each in microbatches]
 
-    def _get_ready(self, parts: list[Leaves], given: list[Microbatch]) -> tuple[list[Variant], list[Built]]:
+    def _get_ready(
+        self, microbatches: Sequence[Any]
+    ) -> tuple[list[Microbatch], list[Leaves], list[Variant], list[Built]]:
         """Capture and plan what is missing, and agree with the other ranks, before anything runs."""
+        given: list[Microbatch] = []
+        parts: list[Leaves] = []
         variants: list[Variant] = []
         programs: list[Built] = []
         failure: Exception | None = None
         try:
-            variants = [self._planner.variant(leaves, each) for leaves, each in zip(parts, given, strict=True)]
+            given = self._given(microbatches)
+            parts = [flatten(each) for each in given]
+            variants = self._planner.variants_for(parts, given)
             programs = self._planner.prepare(variants)
         except Exception as error:
             failure = error
@@ -177,7 +181,7 @@ class OverlappedModel(nn.Module):
             agree(group, len(given), plans, failure)
         elif failure is not None:
             raise failure
-        return variants, programs
+        return given, parts, variants, programs
 
     def _begin(self, number: int, variant: Variant, leaves: Leaves, microbatch: Microbatch) -> MicrobatchState:
         scale = self.config.grad_scale if microbatch.grad_scale is None else microbatch.grad_scale
@@ -207,6 +211,7 @@ class OverlappedModel(nn.Module):
 
 def scale_as_gradient(scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The gradient that `(loss * scale).backward()` gives to a loss of this dtype: 0-dim."""
+    scale = scale.detach() if isinstance(scale, torch.Tensor) else scale
     with torch.enable_grad():
         loss = torch.ones((), dtype=dtype, requires_grad=True)
         (loss * scale).backward()

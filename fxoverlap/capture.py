@@ -30,7 +30,7 @@ from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import CaptureError, UnsupportedError
 from fxoverlap.ir import META, GraphInput, InputKind, JointGraph, OpTag, Phase
-from fxoverlap.microbatch import Microbatch, flatten, unflatten
+from fxoverlap.microbatch import Leaves, Microbatch, flatten, unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     assert chunk.output is not None
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
     _refuse_weights_cast_twice(joint)
+    _refuse_hidden_state(joint, chunk)
     return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, tuple(assigned))
 
 
@@ -124,6 +125,11 @@ def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> Non
                 f"Use sparse=False."
             )
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    for fqn, buffer in model.named_buffers():
+        if buffer.requires_grad:
+            raise UnsupportedError(
+                f"Buffer {fqn} requires a gradient, which a step could not deliver. Register it as a parameter."
+            )
     for fqn, tensor in tensors:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise UnsupportedError(
@@ -338,6 +344,49 @@ def _refuse_weights_cast_twice(joint: JointGraph) -> None:
                 f"sums its gradients in {torch.get_autocast_dtype('cpu')}; a captured graph would sum them in float32. "
                 f"Use torch.autocast(..., cache_enabled=False), or cast the parameter once in forward."
             )
+
+
+def _refuse_hidden_state(joint: JointGraph, chunk: _Chunk) -> None:
+    """Raise UnsupportedError for state that the graph holds as a constant, or writes to though it is no buffer."""
+    storages = {t.untyped_storage()._cdata: name for name, t in zip(chunk.param_names, chunk.params, strict=True)}
+    storages |= {
+        t.untyped_storage()._cdata: name for name, t in zip(chunk.buffer_names, chunk.state_buffers, strict=True)
+    }
+    for each in joint.inputs:
+        constant = getattr(joint.module, each.name) if each.kind is InputKind.CONSTANT else None
+        if not isinstance(constant, torch.Tensor):
+            continue
+        registered = storages.get(constant.untyped_storage()._cdata)
+        if constant.requires_grad or registered is not None:
+            what = f"the tensor of {registered}" if registered else f"a trained tensor of shape {tuple(constant.shape)}"
+            raise UnsupportedError(
+                f"The forward reads {what} through something that is no registered parameter or buffer, such as a "
+                f"plain list; its gradient would be lost. Register it, for example in an nn.ParameterList."
+            )
+    inputs = {each.value: each for each in joint.inputs}
+    for _, target in joint.mutations:
+        if inputs[target].kind is not InputKind.BUFFER:
+            raise UnsupportedError(
+                f"The forward writes in place to {inputs[target].name} ({inputs[target].kind.value}); only buffers may "
+                f"be written to. Write to a copy."
+            )
+
+
+def check_leaves(leaves: Leaves) -> None:
+    """Raise UnsupportedError for a microbatch leaf that a step cannot take, naming its path."""
+    for path, value in zip(leaves.paths, leaves.values, strict=True):
+        reason = None
+        if isinstance(value, torch.Tensor):
+            if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
+                reason = f"a {type(value).__name__} of layout {value.layout}, expected a plain dense tensor"
+            elif value.device.type != "cpu":
+                reason = f"on {value.device}, expected the CPU"
+            elif value.requires_grad and not value.is_leaf:
+                reason = "the result of a computation that requires a gradient, expected a leaf; pass it detached"
+        elif not isinstance(value, (type(None), bool, int, float, complex, str, torch.dtype, torch.device)):
+            reason = f"a {type(value).__name__}, expected a tensor, None, a number or a string"
+        if reason is not None:
+            raise UnsupportedError(f"The microbatch's {path} is {reason}.")
 
 
 def _graph_input(node: fx.Node, kind: str, key: Any, chunk: _Chunk, paths: list[str]) -> GraphInput:

@@ -66,6 +66,10 @@ class Leaves:
     paths: tuple[str, ...]
     spec: Any
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The leaves that are tensors."""
+        return [value for value in self.values if isinstance(value, torch.Tensor)]
+
 
 def flatten(microbatch: Microbatch) -> Leaves:
     """Take a microbatch apart; `unflatten` puts it together again."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxoverlap import compat
-from fxoverlap.capture import Capture, capture
+from fxoverlap.capture import Capture, capture, check_leaves
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
 from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind
@@ -78,12 +78,17 @@ class Planner:
         """Number of captured variants."""
         return len(self._variants)
 
-    def variant(self, leaves: Leaves, microbatch: Microbatch) -> Variant:
-        """The variant that fits a microbatch; captured if there is none yet.
+    def variants_for(self, parts: list[Leaves], given: list[Microbatch]) -> list[Variant]:
+        """The variants that fit microbatches; captured where there is none yet.
 
         Raises CaptureError, UnsupportedError.
         """
-        key = (microbatch_key(leaves), model_key(self._model), ambient_key())
+        around = (model_key(self._model), ambient_key())
+        return [self._variant(leaves, each, around) for leaves, each in zip(parts, given, strict=True)]
+
+    def _variant(self, leaves: Leaves, microbatch: Microbatch, around: Key) -> Variant:
+        check_leaves(leaves)
+        key = (microbatch_key(leaves), *around)
         if key not in self._variants:
             limit = 1 if self._config.dynamic is False else self._config.max_variants
             if len(self._variants) >= limit:
@@ -164,7 +169,9 @@ def _stable(value: Any) -> str:
     """A text of a config field without addresses."""
     if isinstance(value, (tuple, list)):
         return f"({', '.join(_stable(each) for each in value)})"
-    return getattr(value, "__qualname__", None) or repr(value)
+    if hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
 
 def _too_many(config: OverlapConfig, variants: list[Key], leaves: Leaves) -> str:

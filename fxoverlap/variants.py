@@ -2,7 +2,7 @@
 
 A capture bakes in what Python decided while tracing. The key holds all of it: structure and Python leaves of the
 microbatch, shapes, strides, dtypes and requires_grad of its tensors, the model's parameters and their requires_grad,
-train/eval modes, and the ambient autocast, default dtype and determinism.
+train/eval modes and other plain attributes of its modules, and the ambient autocast, default dtype and determinism.
 """
 
 from __future__ import annotations
@@ -29,8 +29,19 @@ def model_key(model: nn.Module) -> Key:
     """What of the model a capture depends on."""
     params = tuple((name, id(p), p.requires_grad, tuple(p.shape), p.dtype) for name, p in model.named_parameters())
     buffers = tuple((name, id(b), tuple(b.shape), b.dtype) for name, b in model.named_buffers())
-    modes = tuple(module.training for module in model.modules())
-    return params, buffers, modes
+    attributes = tuple((type(module), _baked_in(module)) for module in model.modules())
+    return params, buffers, attributes
+
+
+def _baked_in(module: nn.Module) -> Key:
+    """The plain attributes of a module, its mode included, and the identities of tensors that are not registered."""
+    found = []
+    for name, value in vars(module).items():
+        if isinstance(value, (bool, int, float, str, type(None))):
+            found.append((name, repr(value)))
+        elif isinstance(value, torch.Tensor):
+            found.append((name, str(id(value))))
+    return tuple(found)
 
 
 def ambient_key() -> Key:

@@ -39,9 +39,10 @@ Assignment = dict[fx.Node, Key]
 COMM_SLOT = {Role.COUNTS: Slot.COUNTS, Role.DISPATCH: Slot.DISPATCH, Role.COMBINE: Slot.COMBINE}
 COMM_SLOTS = frozenset(COMM_SLOT.values())
 
-SHARED_SHARE = 0.08
-"""A branch is movable if it does at least this share of the work between its layer's exchanges. A shared expert beside
-eight routed ones does 1/9; a router's matrix product usually under 1/50."""
+SHARED_SHARE = 0.1
+"""A branch is movable if it does at least this share of its layer's expert work, which grows with the tokens as the
+branch does, so that ranks with other lengths decide alike. A shared expert beside eight routed ones does 1/8, a router
+usually under 1/50."""
 
 
 def cut(joint: JointGraph, config: OverlapConfig) -> ChunkGraph:
@@ -99,7 +100,8 @@ def _assign_shared(
         branch = op_facts.descendants(heavy, free)
         branch |= _only_for(branch, free)
         work = sum(sizes.flops(node) for node in branch)
-        is_worth_it = work >= SHARED_SHARE * sum(sizes.flops(node) for node in region)
+        experts = sum(sizes.flops(node) for node in region if keys[node][1] is Slot.EXPERTS)
+        is_worth_it = work >= SHARED_SHARE * experts
         # A draw or a collective has its place in the order of effects, so a branch that holds one is not movable.
         if is_worth_it and not any(op_facts.has_effect(node) for node in branch):
             keys.update({node: (layer, Slot.SHARED, op_facts.tag(node).phase) for node in branch})

@@ -94,10 +94,16 @@ def splits(launch: fx.Node) -> Splits:
 
 
 def _expert_group(launches: list[fx.Node], config: OverlapConfig) -> str | None:
+    groups = sorted({group_name(node) for node in launches})
     if config.process_group is not None:
         asked = config.process_group
-        return asked if isinstance(asked, str) else str(asked.group_name)
-    groups = sorted({group_name(node) for node in launches})
+        name = asked if isinstance(asked, str) else str(asked.group_name)
+        if groups and name not in groups:
+            raise UnsupportedError(
+                f"OverlapConfig.process_group is group {name!r}, but the model's all-to-alls use {groups}. Pass the "
+                f"group that the MoE layers exchange tokens in."
+            )
+        return name
     if len(groups) < 2:
         return groups[0] if groups else None
     # Sequence-parallel attention sends equal static parts; expert parallelism sends what the router chose.

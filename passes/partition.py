@@ -4,9 +4,10 @@ In:  JointGraph with ops tagged as the tracer ran them.
 Out: the same graph, in an order in which all F ops come before all B ops:
      - dead ops are gone, but no collective, random draw, write or assertion is;
      - sizes that only need F values are F ops;
-     - no F op reads a B op.
+     - no F op reads a B op;
+     - every gradient is made by a B op, be it a copy of an input or of an F value.
 
-Raises UnsupportedError: the backward draws random numbers.
+Raises UnsupportedError: the backward draws random numbers, or writes to a buffer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import META, JointGraph, Phase
+from fxoverlap.ir import META, JointGraph, OpTag, Phase
 from fxoverlap.passes import op_facts
 
 
@@ -37,6 +38,13 @@ def partition(joint: JointGraph, config: OverlapConfig) -> JointGraph:
                 f"The backward of module {tag.fqn!r} draws random numbers ({node.target}). Overlapped with another "
                 f"microbatch's forward it would draw others than eager does. Draw in forward and save the result."
             )
+        found = op_facts.schema(node)
+        if op_facts.tag(node).phase is Phase.B and found is not None and found.is_mutable:
+            raise UnsupportedError(
+                f"The backward of module {tag.fqn!r} writes to a tensor in place ({node.target}). Another microbatch's "
+                f"forward would read it too early or too late. Write in forward, or return the value."
+            )
+    joint = _own_gradients(joint)
     _sort_by_phase(graph)
     graph.lint()
     return joint
@@ -47,6 +55,24 @@ partition.stage = "joint"  # type: ignore[attr-defined]
 
 def _reads_only_forward(node: fx.Node) -> bool:
     return all(not op_facts.is_op(s) or op_facts.tag(s).phase is Phase.F for s in node.all_input_nodes)
+
+
+def _own_gradients(joint: JointGraph) -> JointGraph:
+    """Let a B op make each gradient that is an input or an F value as it stands."""
+    graph = joint.module.graph
+    by_name = {node.name: node for node in graph.nodes}
+    output = graph.output_node()
+    gradients = []
+    for value, target in joint.gradients:
+        node = by_name[value]
+        if not op_facts.is_op(node) or op_facts.tag(node).phase is Phase.F:
+            with graph.inserting_before(output):
+                copy = graph.call_function(op_facts.aten.clone.default, (node,))
+            copy.meta = {"val": node.meta["val"], META: OpTag(Phase.B, None)}
+            output.args = ([*output.args[0], copy],)  # type: ignore[misc]
+            value = copy.name
+        gradients.append((value, target))
+    return replace(joint, gradients=tuple(gradients))
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -33,7 +33,10 @@ def run(program: Program, forward: MicrobatchState | None, backward: MicrobatchS
                 f"{type(error).__name__}: {error}"
             ) from error
     if forward is not None:
-        forward.commit()
+        try:
+            forward.commit()
+        except Exception as error:
+            raise StepError(f"The buffers of microbatch {forward.number} could not be written: {error}") from error
 
 
 def _issue(operation: Operation, state: MicrobatchState) -> None:

@@ -7,10 +7,9 @@ queued callbacks run as they do in eager. Without hooks it is assigned or added 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 from fxoverlap import compat
 
@@ -33,14 +32,14 @@ def deliver(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def all_or_nothing(model: nn.Module) -> Iterator[None]:
+def all_or_nothing(targets: Sequence[torch.Tensor]) -> Iterator[None]:
     """Take back the gradients that a failed step has made: a `.grad` that was None is None again."""
-    without = [param for param in model.parameters() if param.grad is None]
+    without = [target for target in targets if target.is_leaf and target.grad is None]
     try:
         yield
     except BaseException:
-        for param in without:
-            param.grad = None
+        for target in without:
+            target.grad = None
         raise
 
 

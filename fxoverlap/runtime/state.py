@@ -27,6 +27,7 @@ class Layout:
         loss: position of the loss.
         outputs: positions of the other outputs.
         mutations: (position of the new value, index of the buffer), in trace order.
+        needed_late: positions of new values that B or W reads.
         gradients: (value, parameter or leaf input).
     """
 
@@ -36,6 +37,7 @@ class Layout:
     loss: int
     outputs: tuple[int, ...]
     mutations: tuple[tuple[int, int], ...]
+    needed_late: frozenset[int]
     gradients: tuple[tuple[str, GraphInput], ...]
 
     @staticmethod
@@ -56,6 +58,7 @@ class Layout:
             loss=index[joint.loss],
             outputs=tuple(index[value] for value in joint.outputs),
             mutations=tuple((index[value], inputs[target].index) for value, target in joint.mutations),
+            needed_late=frozenset(index[value] for value, _ in joint.mutations if value in read_late),
             gradients=tuple((value, inputs[target]) for value, target in joint.gradients),
         )
 
@@ -126,4 +129,5 @@ class MicrobatchState:
         """Write the new values of mutated buffers: once, at the end of F."""
         for position, buffer in self.layout.mutations:
             self.buffers[buffer].copy_(self.values[position])
-            self.values[position] = None
+            if position not in self.layout.needed_late:
+                self.values[position] = None
