@@ -50,7 +50,7 @@ def check_torch_version(version: str) -> None:
         )
 
 
-# --- joint export (checked on 2.13.0) ---------------------------------------------------------------------------
+# --- joint export (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -124,13 +124,18 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
 def checkpoint_replaced(replacement: Callable[..., Any]) -> Iterator[None]:
     """Call `replacement` where `torch.utils.checkpoint.checkpoint` would begin a region, however it was imported."""
     module: Any = torch.utils.checkpoint
-    generator, apply = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
-    module._checkpoint_without_reentrant_generator = replacement
+    # The second name is that of torch 2.14.
+    names = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+    generators = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    apply = module.CheckpointFunction.apply
+    for name in generators:
+        setattr(module, name, replacement)
     module.CheckpointFunction.apply = replacement
     try:
         yield
     finally:
-        module._checkpoint_without_reentrant_generator = generator
+        for name, generator in generators.items():
+            setattr(module, name, generator)
         del module.CheckpointFunction.apply
         assert module.CheckpointFunction.apply == apply
 
@@ -199,7 +204,7 @@ def rename(node: fx.Node, name: str) -> None:
     node._rename(re.sub(r"\W+", "_", name).strip("_"))
 
 
-# --- execution (checked on 2.13.0) ------------------------------------------------------------------------------
+# --- execution (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
 _K = torch._C.DispatchKey
@@ -219,7 +224,7 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
     return torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
 
 
-# --- trees (checked on 2.13.0) ----------------------------------------------------------------------------------
+# --- trees (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -233,7 +238,7 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-# --- modules and errors (checked on 2.13.0) ---------------------------------------------------------------------
+# --- modules and errors (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -255,7 +260,7 @@ def innermost_user_frame(error: BaseException) -> str:
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
-# --- symbolic sizes (checked on 2.13.0) -------------------------------------------------------------------------
+# --- symbolic sizes (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
 def free_symbols(size: int | torch.SymInt) -> set[Any]:
@@ -282,7 +287,7 @@ class BoxedCodeGen(CodeGen):
         return "\n".join(lines)
 
 
-# --- hooks of tensors (checked on 2.13.0) -----------------------------------------------------------------------
+# --- hooks of tensors (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
@@ -302,7 +307,7 @@ def without_compile(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-# --- process groups (checked on 2.13.0) -------------------------------------------------------------------------
+# --- process groups (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -311,7 +316,7 @@ def process_group(name: str) -> dist.ProcessGroup:
     return resolve(name)
 
 
-# --- operators (checked on 2.13.0) ------------------------------------------------------------------------------
+# --- operators (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
 def is_overload(target: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import fxoverlap.ops  # noqa: F401  (defines the ops whose formulas stand here)
 from fxoverlap import compat
@@ -23,12 +23,16 @@ from fxoverlap.ir import JointGraph
 
 @register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+    # Two products; keys and values may have fewer heads than queries.
+    batch, heads, length, dim = query
+    return 2 * batch * heads * length * key[2] * (dim + value[3])
 
 
 @register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value)
+    # Five products: the scores again, and the gradients of the scores, queries, keys and values.
+    batch, heads, length, dim = query
+    return 2 * batch * heads * length * key[2] * (3 * dim + 2 * value[3])
 
 
 @register_flop_formula(torch.ops.fxoverlap.grouped_mm)
