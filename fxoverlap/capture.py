@@ -348,15 +348,13 @@ def _refuse_weights_cast_twice(joint: JointGraph) -> None:
 
 def _refuse_hidden_state(joint: JointGraph, chunk: _Chunk) -> None:
     """Raise UnsupportedError for state that the graph holds as a constant, or writes to though it is no buffer."""
-    storages = {t.untyped_storage()._cdata: name for name, t in zip(chunk.param_names, chunk.params, strict=True)}
-    storages |= {
-        t.untyped_storage()._cdata: name for name, t in zip(chunk.buffer_names, chunk.state_buffers, strict=True)
-    }
+    names, tensors = [*chunk.param_names, *chunk.buffer_names], [*chunk.params, *chunk.state_buffers]
+    storages = dict(zip(map(compat.storage_id, tensors), names, strict=True))
     for each in joint.inputs:
         constant = getattr(joint.module, each.name) if each.kind is InputKind.CONSTANT else None
         if not isinstance(constant, torch.Tensor):
             continue
-        registered = storages.get(constant.untyped_storage()._cdata)
+        registered = storages.get(compat.storage_id(constant))
         if constant.requires_grad or registered is not None:
             what = f"the tensor of {registered}" if registered else f"a trained tensor of shape {tuple(constant.shape)}"
             raise UnsupportedError(

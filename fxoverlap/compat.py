@@ -295,6 +295,16 @@ def has_tensor_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that two tensors share if and only if they share a storage, while both are alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place."""
+    return tensor._version
+
+
 def shares_storage(tensor: torch.Tensor) -> bool:
     """Whether another tensor, in Python or in a saved state, holds the storage of this one."""
     storage = tensor.untyped_storage()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fxoverlap import compat
 from fxoverlap.errors import StepError
 from fxoverlap.ir import ChunkGraph, GraphInput, InputKind, Phase
 
@@ -96,7 +97,7 @@ class MicrobatchState:
         tangent: torch.Tensor,
     ) -> MicrobatchState:
         """Bind the graph's inputs."""
-        versions = tuple(param._version for param in params)
+        versions = tuple(map(compat.times_written, params))
         state = MicrobatchState(number, layout, [None] * len(layout.index), params, buffers, leaves, versions)
         for position, each in layout.bound:
             if each.kind is InputKind.PARAM:
@@ -115,7 +116,9 @@ class MicrobatchState:
     def check_parameters(self) -> None:
         """Raise StepError if a parameter was written to since the forward: the gradients would be of neither value."""
         for _, each in self.layout.bound:
-            if each.kind is InputKind.PARAM and self.params[each.index]._version != self.versions[each.index]:
+            if each.kind is not InputKind.PARAM:
+                continue
+            if compat.times_written(self.params[each.index]) != self.versions[each.index]:
                 raise StepError(
                     f"Parameter {each.name} was changed between the forward and the backward of microbatch "
                     f"{self.number}, expected no change within a step. Run the optimizer after step(), not in a hook."
