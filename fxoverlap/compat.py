@@ -162,7 +162,15 @@ def is_gradient_accumulation(node: fx.Node) -> bool:
 
 def input_descriptor(node: fx.Node) -> tuple[str, Any]:
     """What a joint graph's placeholder is: ("param" | "buffer", name), ("input", index) or ("tangent", index)."""
-    desc = node.meta["desc"]
+    return _input(node.meta["desc"])
+
+
+def output_descriptors(graph: fx.Graph) -> list[tuple[str, Any]]:
+    """What each output of a joint graph is: ("output", index), ("grad" | "mutation", input descriptor) or "other"."""
+    return [_output(desc) for desc in graph.output_node().meta["desc"]]
+
+
+def _input(desc: Any) -> tuple[str, Any]:
     if isinstance(desc, ParamAOTInput):
         return "param", desc.target
     if isinstance(desc, BufferAOTInput):
@@ -174,29 +182,14 @@ def input_descriptor(node: fx.Node) -> tuple[str, Any]:
     return "other", str(desc)
 
 
-def output_descriptors(graph: fx.Graph) -> list[tuple[str, Any]]:
-    """What each output of a joint graph is: ("output", index), ("grad" | "mutation", input descriptor) or "other"."""
-
-    def source(desc: Any) -> tuple[str, Any]:
-        if isinstance(desc, ParamAOTInput):
-            return "param", desc.target
-        if isinstance(desc, BufferAOTInput):
-            return "buffer", desc.target
-        if isinstance(desc, PlainAOTInput):
-            return "input", desc.idx
-        return "other", str(desc)
-
-    found: list[tuple[str, Any]] = []
-    for desc in graph.output_node().meta["desc"]:
-        if isinstance(desc, PlainAOTOutput):
-            found.append(("output", desc.idx))
-        elif isinstance(desc, GradAOTOutput):
-            found.append(("grad", source(desc.grad_of)))
-        elif isinstance(desc, InputMutationAOTOutput):
-            found.append(("mutation", source(desc.mutated_input)))
-        else:
-            found.append(("other", str(desc)))
-    return found
+def _output(desc: Any) -> tuple[str, Any]:
+    if isinstance(desc, PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, GradAOTOutput):
+        return "grad", _input(desc.grad_of)
+    if isinstance(desc, InputMutationAOTOutput):
+        return "mutation", _input(desc.mutated_input)
+    return "other", str(desc)
 
 
 def rename(node: fx.Node, name: str) -> None:
