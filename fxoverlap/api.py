@@ -8,22 +8,39 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 from fxoverlap import compat
 from fxoverlap.capture import TensorLeaf
 from fxoverlap.config import OverlapConfig
-from fxoverlap.errors import ConfigError
+from fxoverlap.errors import ConfigError, FxOverlapError, PlanMismatchError
 from fxoverlap.ir import Plan
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
 from fxoverlap.planner import Built, Planner, Variant
 from fxoverlap.report import Report, golden, make_report
-from fxoverlap.runtime import Fingerprint, MicrobatchState, agree, all_or_nothing, run
+from fxoverlap.runtime import (
+    Fingerprint,
+    MicrobatchState,
+    Peers,
+    Progress,
+    Standing,
+    agree,
+    all_or_nothing,
+    report_failure,
+    run,
+    step_error,
+    watched,
+)
+
+# Ranks that make their models in the same order give them the same numbers.
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,9 @@ class OverlappedModel(nn.Module):
         self.module = model
         self.config = config
         self._planner = Planner(model, config)
+        self._number = next(_numbers)
+        self._attempts = 0
+        self._last_failed = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, without overlap."""
@@ -109,18 +129,28 @@ class OverlappedModel(nn.Module):
             PlanMismatchError: the ranks of the expert-parallel group are not ready for the same step.
             StepError: a node failed. Parameters are untouched; a `.grad` that was None is None again.
         """
-        given, parts, variants, programs = self._get_ready(microbatches)
-        result = StepResult([], [])
-        targets = [*self.module.parameters(), *(leaf for part in parts for leaf in part.tensors())]
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(targets):
-            previous: MicrobatchState | None = None
-            for i, built in enumerate(programs):
-                current = self._begin(i, variants[i], parts[i], given[i]) if i < len(given) else None
-                run(built.program, current, previous)
-                if current is not None:
-                    self._collect(result, current, variants[i], outputs)
-                previous = current
+        ready = self._get_ready(microbatches)
+        result, progress = StepResult([], []), Progress()
+        peers = Peers(ready.group, ready.session) if ready.group is not None else None
+        targets = [*self.module.parameters(), *(leaf for part in ready.parts for leaf in part.tensors())]
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(targets), watched(peers):
+            try:
+                self._run(ready, result, outputs, progress)
+            except (Exception, KeyboardInterrupt) as error:
+                self._last_failed = True
+                raise step_error(error, progress, ready.group, peers) from error
+        self._last_failed = False
         return result
+
+    def _run(self, ready: _Ready, result: StepResult, outputs: bool, progress: Progress) -> None:
+        """The programs of a step, one after the other: F(0); F(i + 1) with B(i); B(last)."""
+        previous: MicrobatchState | None = None
+        for i, built in enumerate(ready.programs):
+            current = self._begin(i, ready) if i < len(ready.given) else None
+            run(built.program, current, previous, progress)
+            if current is not None:
+                self._collect(result, current, ready.variants[i], outputs)
+            previous = current
 
     def plan(self, kind: str) -> Plan:
         """The plan of one kind ("F", "FB", "B") for the latest variants. `str` of it has one line an instance."""
@@ -159,32 +189,40 @@ class OverlappedModel(nn.Module):
             raise ConfigError("step: there is no microbatch; expected a list of at least one.")
         return [as_microbatch(each) for each in microbatches]
 
-    def _get_ready(
-        self, microbatches: Sequence[Any]
-    ) -> tuple[list[Microbatch], list[Leaves], list[Variant], list[Built]]:
+    def _get_ready(self, microbatches: Sequence[Any]) -> _Ready:
         """Capture and plan what is missing, and agree with the other ranks, before anything runs."""
-        given: list[Microbatch] = []
-        parts: list[Leaves] = []
-        variants: list[Variant] = []
-        programs: list[Built] = []
+        self._attempts += 1
+        session = f"{self._number}.{self._attempts}"
+        ready = _Ready(session=session)
         failure: Exception | None = None
         try:
-            given = self._given(microbatches)
-            parts = [flatten(each) for each in given]
-            variants = self._planner.variants_for(parts, given)
-            programs = self._planner.prepare(variants)
+            ready.given = self._given(microbatches)
+            ready.parts = [flatten(each) for each in ready.given]
+            ready.variants = self._planner.variants_for(ready.parts, ready.given)
+            ready.programs = self._planner.prepare(ready.variants)
         except Exception as error:
             failure = error
-        group = self._planner.group()
-        if group is not None:
-            plans = Fingerprint() if failure is not None else self._planner.fingerprint(programs)
-            agree(group, len(given), plans, failure)
-        elif failure is not None:
+        groups = self._planner.groups()
+        plans = Fingerprint() if failure is not None or not groups else self._planner.fingerprint(ready.programs)
+        if failure is not None and not groups:
+            report_failure(session, failure)
+        for group in groups:
+            try:
+                name = agree(group, Standing(len(ready.given), plans, failure, self._last_failed), session)
+            except FxOverlapError as error:
+                # The ranks of the other groups still expect this one, and must hear of it.
+                failure = failure if isinstance(failure, PlanMismatchError) else error
+            else:
+                if ready.group is None or group.size() > ready.group.size():
+                    ready.group, ready.session = group, name
+        if failure is not None:
+            self._last_failed = False
             raise failure
-        return given, parts, variants, programs
+        return ready
 
-    def _begin(self, number: int, variant: Variant, leaves: Leaves, microbatch: Microbatch) -> MicrobatchState:
-        scale = self.config.grad_scale if microbatch.grad_scale is None else microbatch.grad_scale
+    def _begin(self, number: int, ready: _Ready) -> MicrobatchState:
+        variant, leaves, own = ready.variants[number], ready.parts[number], ready.given[number].grad_scale
+        scale = self.config.grad_scale if own is None else own
         return MicrobatchState.begin(
             number,
             variant.layout,
@@ -207,6 +245,25 @@ class OverlappedModel(nn.Module):
             leaves = [tensors[leaf.index] if isinstance(leaf, TensorLeaf) else leaf for leaf in spec.leaves]
             kept = compat.unflatten(leaves, spec.spec)
         result.outputs.append(kept)
+
+
+@dataclass(slots=True)
+class _Ready:
+    """What a step has before anything runs.
+
+    Attributes:
+        session: what the ranks call this step.
+        group: the largest group whose ranks run it together; None if there is one rank.
+        given, parts, variants: one each a microbatch.
+        programs: in the order in which they run, one more than microbatches.
+    """
+
+    session: str
+    group: dist.ProcessGroup | None = None
+    given: list[Microbatch] = field(default_factory=list)
+    parts: list[Leaves] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)
+    programs: list[Built] = field(default_factory=list)
 
 
 def scale_as_gradient(scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -84,7 +84,11 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     mode = compat.new_fake_mode()
     fakes = tuple(compat.fake_like(mode, parts.values[i]) for i in leaves)
     place = _Place()
-    with _restored(model) as assigned, _annotated(model, place), compat.checkpoint_replaced(_refuse_checkpoint):
+    with contextlib.ExitStack() as stack:
+        assigned = stack.enter_context(_restored(model))
+        stack.enter_context(_annotated(model, place))
+        stack.enter_context(compat.checkpoint_replaced(_refuse_checkpoint))
+        autocast = stack.enter_context(compat.autocast_seen())
         try:
             module = compat.export_joint(chunk, fakes, mode)
         except UnsupportedError as error:
@@ -93,7 +97,7 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
             raise _capture_error(error, place) from error
     assert chunk.output is not None
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
-    _refuse_weights_cast_twice(joint)
+    _refuse_weights_cast_twice(joint, autocast)
     _refuse_hidden_state(joint, chunk)
     return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, tuple(assigned))
 
@@ -325,25 +329,24 @@ def _describe(module: fx.GraphModule, chunk: _Chunk, paths: list[str]) -> JointG
     return JointGraph(module, tuple(inputs), loss, tuple(outputs), tuple(mutations), tuple(gradients))
 
 
-def _refuse_weights_cast_twice(joint: JointGraph) -> None:
-    """Raise UnsupportedError if ambient autocast casts a weight at several uses.
+def _refuse_weights_cast_twice(joint: JointGraph, autocast: set[torch.dtype]) -> None:
+    """Raise UnsupportedError if autocast, ambient or inside the model, casts a weight at several uses.
 
     Eager keeps the first cast, so that the gradients of the uses are summed in the low precision; the tracer casts
     anew at each use, and they would be summed in the high one: other bits.
     """
-    if not (torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()):
-        return
     nodes = {node.name: node for node in joint.module.graph.nodes}
     params = {each.value: each.name for each in joint.inputs if each.kind is InputKind.PARAM}
-    for _, target in joint.gradients:
+    for target in (target for _, target in joint.gradients if target in params):
         casts = [user for user in nodes[target].users if user.target is torch.ops.aten._to_copy.default]
-        low = [cast for cast in casts if cast.meta["val"].dtype is torch.get_autocast_dtype("cpu")]
-        if target in params and len(low) > 1:
-            raise UnsupportedError(
-                f"Parameter {params[target]} is used {len(low)} times under autocast, which casts it once in eager and "
-                f"sums its gradients in {torch.get_autocast_dtype('cpu')}; a captured graph would sum them in float32. "
-                f"Use torch.autocast(..., cache_enabled=False), or cast the parameter once in forward."
-            )
+        for dtype in autocast:
+            count = sum(cast.meta["val"].dtype is dtype for cast in casts)
+            if count > 1:
+                raise UnsupportedError(
+                    f"Parameter {params[target]} is used {count} times under autocast, which casts it once in eager "
+                    f"and sums its gradients in {dtype}; a captured graph would sum them in float32. "
+                    f"Use torch.autocast(..., cache_enabled=False), or cast the parameter once in forward."
+                )
 
 
 def _refuse_hidden_state(joint: JointGraph, chunk: _Chunk) -> None:

@@ -140,6 +140,32 @@ def checkpoint_replaced(replacement: Callable[..., Any]) -> Iterator[None]:
         assert module.CheckpointFunction.apply == apply
 
 
+@contextlib.contextmanager
+def autocast_seen() -> Iterator[set[torch.dtype]]:
+    """Fill the yielded set with the dtypes to which autocast casts weights once a block, whatever their uses.
+
+    That is the ambient autocast, and each `torch.autocast` with a cache that is entered in the block.
+    """
+    seen: set[torch.dtype] = set()
+    enter = torch.autocast.__enter__
+
+    def note() -> None:
+        if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
+            seen.add(torch.get_autocast_dtype("cpu"))
+
+    def entered(self: torch.autocast) -> Any:
+        result = enter(self)
+        note()
+        return result
+
+    note()
+    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
 def annotated(forward: Callable[..., Any], key: str, value: str) -> Callable[..., Any]:
     """`forward` such that every node traced in it carries `{key: value}` (the innermost value wins)."""
     return annotate_fn({key: value})(forward)
@@ -317,6 +343,27 @@ def process_group(name: str) -> dist.ProcessGroup:
     """The process group of a name, as functional collectives have it in the graph."""
     resolve: Any = distributed_c10d._resolve_process_group
     return resolve(name)
+
+
+def group_names() -> set[str]:
+    """The names of all process groups that this process knows."""
+    return set(distributed_c10d._world.pg_names.values())
+
+
+def default_store() -> dist.Store:
+    """The key-value store that the default process group was made with."""
+    return distributed_c10d._get_default_store()
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank: a connection that broke or a time that ran out.
+
+    Gloo raises plain RuntimeErrors, which only their texts tell apart.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    signs = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
+    return type(error) is RuntimeError and any(sign in str(error) for sign in signs)
 
 
 # --- operators (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------

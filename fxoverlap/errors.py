@@ -28,5 +28,9 @@ class StepError(FxOverlapError):
     """A schedule node failed while a step ran. Names node, phase and microbatch; `__cause__` is the original error."""
 
 
+class StepInterrupted(StepError, KeyboardInterrupt):
+    """Ctrl-C came while a step ran: a StepError, and a KeyboardInterrupt to whoever waits for one."""
+
+
 class VerifyError(FxOverlapError):
     """A fused graph breaks a rule that every fused graph must keep. Names the rule, the node and the value."""

@@ -85,10 +85,10 @@ def launch(
         try:
             for rank in range(ranks):
                 receiver, sender = context.Pipe(duplex=False)
-                store = str(Path(folder) / "store")
+                store_path = str(Path(folder) / "store")
                 process = context.Process(
                     target=_run_rank,
-                    args=(os.getpid(), sender, store, rank, ranks, timeout_s, prepare, function, args),
+                    args=(os.getpid(), sender, store_path, rank, ranks, timeout_s, prepare, function, args),
                     name=f"fxoverlap-rank-{rank}",
                 )
                 with _interrupts_held():
@@ -141,7 +141,7 @@ def signal_text(number: int) -> str:
 def _run_rank(
     parent: int,
     sender: Connection,
-    store: str,
+    store_path: str,
     rank: int,
     ranks: int,
     timeout_s: float,
@@ -155,18 +155,15 @@ def _run_rank(
     try:
         if prepare is not None:
             prepare(rank)
+        store, timeout = dist.FileStore(store_path, ranks), timedelta(seconds=timeout_s)
         with _loopback():
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, ranks),
-                rank=rank,
-                world_size=ranks,
-                timeout=timedelta(seconds=timeout_s),
-            )
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
         message = pickle.dumps(_Outcome(rank, time.monotonic(), result=function(rank, *args)))
+        # A rank that leaves while a peer still sends to it would break that peer's last exchange. They meet in the
+        # store, because the group may have been destroyed, or left with collectives that not every rank called.
+        store.set(f"done/{rank}", "")
+        store.wait([f"done/{each}" for each in range(ranks)], timeout)
         if dist.is_initialized():
-            # A rank that leaves while a peer still sends to it would break that peer's last exchange.
-            dist.barrier()
             dist.destroy_process_group()
     except BaseException as error:
         # Sent before this process ends, so that it reaches the parent before the peers' broken connections do.

@@ -17,7 +17,7 @@ from fxoverlap import compat
 from fxoverlap.capture import Capture, capture, check_leaves
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
-from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind
+from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind, JointGraph
 from fxoverlap.microbatch import Leaves, Microbatch
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
 from fxoverlap.report import node_table
@@ -41,6 +41,7 @@ class Variant:
         layout: the numbering of its values.
         constants: tensors that the graph holds, by name.
         loss_dtype: dtype of the loss.
+        groups: names of the process groups of its collectives, in trace order.
     """
 
     capture: Capture
@@ -48,6 +49,7 @@ class Variant:
     layout: Layout
     constants: dict[str, torch.Tensor]
     loss_dtype: torch.dtype
+    groups: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +141,33 @@ class Planner:
             self._fingerprints[key] = Fingerprint.of(lines)
         return self._fingerprints[key]
 
-    def group(self) -> dist.ProcessGroup | None:
-        """The expert-parallel group: the config's, else one that a module holds, else that of the graph's exchanges."""
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups whose ranks run the same step: the config's, else those of the graph's collectives.
+
+        Before the first capture: the one group that the modules hold, as an object or by its name. Groups of one rank
+        are left out.
+        """
         if not (dist.is_available() and dist.is_initialized()):
-            return None
+            return []
         asked = self._config.process_group
         if asked is not None:
-            return compat.process_group(asked) if isinstance(asked, str) else asked
-        names = {e.group for v in self._variants.values() if v.chunk.joint for e in v.chunk.joint.exchanges}
+            found = [asked]
+        else:
+            found = list(dict.fromkeys(name for each in self._variants.values() for name in each.groups))
+        groups = [compat.process_group(each) if isinstance(each, str) else each for each in found or self._held()]
+        return [group for group in groups if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1]
+
+    def _held(self) -> list[dist.ProcessGroup]:
+        """The group that the modules hold, if it is one; of several, only the graph can tell which are used."""
+        names = compat.group_names()
+        held: dict[str, dist.ProcessGroup] = {}
         for module in self._model.modules():
-            held = [each for each in vars(module).values() if isinstance(each, dist.ProcessGroup)]
-            if held and (not names or held[0].group_name in names):
-                return held[0]
-        return compat.process_group(min(names)) if names else None
+            for value in vars(module).values():
+                if isinstance(value, dist.ProcessGroup):
+                    held[value.group_name] = value
+                elif isinstance(value, str) and value in names:
+                    held[value] = compat.process_group(value)
+        return list(held.values()) if len(held) == 1 else []
 
     def _capture(self, microbatch: Microbatch) -> Variant:
         captured = capture(self._model, microbatch, self._config)
@@ -162,7 +178,14 @@ class Planner:
         }
         assert chunk.joint is not None
         loss = next(node for node in joint.module.graph.nodes if node.name == chunk.joint.loss)
-        return Variant(captured, chunk, Layout.of(chunk), constants, loss.meta["val"].dtype)
+        return Variant(captured, chunk, Layout.of(chunk), constants, loss.meta["val"].dtype, _groups(joint))
+
+
+def _groups(joint: JointGraph) -> tuple[str, ...]:
+    """Names of the process groups of a graph's collectives."""
+    names = compat.group_names() if dist.is_available() and dist.is_initialized() else set()
+    given = (argument for node in joint.module.graph.nodes if node.op == "call_function" for argument in node.args)
+    return tuple(dict.fromkeys(each for each in given if isinstance(each, str) and each in names))
 
 
 def _stable(value: Any) -> str:

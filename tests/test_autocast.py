@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from toys import batches, differences, eager_step, toy
+from toys import batches, differences, eager_step, toy, train_both
 
 import fxoverlap as fxo
 
@@ -42,6 +42,34 @@ def test_moe_under_autocast_equals_eager(group) -> None:
 def test_weight_used_twice_under_autocast_is_refused_by_name() -> None:
     with pytest.raises(fxo.UnsupportedError, match=r"linear\.(weight|bias) is used 2 times.*cache_enabled=False"):
         both_under_autocast(UsedTwice(), [(torch.randn(4, 8),)])
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast_inside_the_model_is_seen(cache) -> None:
+    class Inside(UsedTwice):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                y = self.linear(self.linear(x))
+            return y.float().square().mean()
+
+    def make(step: int) -> list[tuple]:
+        return [(torch.randn(4, 8),) for _ in range(2)]
+
+    if not cache:
+        assert train_both(Inside(), make) == []
+        return
+    with pytest.raises(fxo.UnsupportedError, match=r"linear\.(weight|bias) is used 2 times.*cache_enabled=False"):
+        train_both(Inside(), make)
+
+
+def test_explicit_casts_are_summed_as_eager_sums_them() -> None:
+    class Explicit(UsedTwice):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = (x.bfloat16() @ self.linear.weight.bfloat16()).float()
+            return x.square().mean()
+
+    assert train_both(Explicit(), lambda step: [(torch.randn(4, 8),) for _ in range(2)]) == []
 
 
 def test_weight_used_twice_without_the_cast_cache_equals_eager() -> None:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -136,10 +136,10 @@ def test_a_microbatch_is_dead_before_the_next_but_one_begins(name: str, request:
     given = batches(4)
     run, late = api.run, []
 
-    def watched_run(program: Any, forward: MicrobatchState | None, backward: MicrobatchState | None) -> None:
+    def watched_run(program: Any, forward: MicrobatchState | None, backward: MicrobatchState | None, how: Any) -> None:
         number = forward.number if forward is not None else len(given)
         late.extend(made.alive([*owned(overlapped.module), *tensors(given)], until=number - 2))
-        run(program, forward, backward)
+        run(program, forward, backward, how)
 
     def watch(issue: Issue, operation: Operation, state: MicrobatchState) -> None:
         made.microbatch = state.number
@@ -214,12 +214,11 @@ class Inside(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def last_uses(operation: Operation, state: MicrobatchState) -> dict[int, int]:
+def last_uses(operation: Operation, state: MicrobatchState, graph: fx.Graph) -> dict[int, int]:
     """The storages that die with a node -> the number of the op in the node that uses it last, not the last op.
 
     Storages that a result may alias are left out, and those that something else than the dying values holds.
     """
-    graph = operation.call.__self__.graph
     arguments = dict(zip(graph.find_nodes(op="placeholder"), operation.reads, strict=True))
     found: dict[int, int] = {}
     dying = {state.layout.index[value] for value in operation.instance.frees} & set(operation.reads)
@@ -237,10 +236,11 @@ def last_uses(operation: Operation, state: MicrobatchState) -> dict[int, int]:
 def test_arguments_die_in_the_node_with_their_last_use(overlapped: fxo.OverlappedModel) -> None:
     late: list[str] = []
     watched = 0
+    modules = overlapped._planner.latest()[0].chunk.modules
 
     def watch(issue: Issue, operation: Operation, state: MicrobatchState) -> None:
         nonlocal watched
-        uses = last_uses(operation, state)
+        uses = last_uses(operation, state, modules[operation.instance.node.name].graph)
         refs = {storage(t): StorageWeakRef(t.untyped_storage()) for t in tensors(state.values) if storage(t) in uses}
         with Inside(refs.values()) as inside:
             issue(operation, state)

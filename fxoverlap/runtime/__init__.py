@@ -1,9 +1,26 @@
 """The runtime: runs fused graphs on the state of at most two microbatches, and delivers gradients."""
 
-from fxoverlap.runtime.agreement import Fingerprint, agree
-from fxoverlap.runtime.executor import run
+from fxoverlap.runtime.agreement import Fingerprint, Standing, agree
+from fxoverlap.runtime.executor import Progress, run
+from fxoverlap.runtime.failure import step_error
 from fxoverlap.runtime.gradients import all_or_nothing
+from fxoverlap.runtime.peers import Peers, report_failure, watched
 from fxoverlap.runtime.program import Program, lower
 from fxoverlap.runtime.state import Layout, MicrobatchState
 
-__all__ = ["Fingerprint", "Layout", "MicrobatchState", "Program", "agree", "all_or_nothing", "lower", "run"]
+__all__ = [
+    "Fingerprint",
+    "Layout",
+    "MicrobatchState",
+    "Peers",
+    "Program",
+    "Progress",
+    "Standing",
+    "agree",
+    "all_or_nothing",
+    "lower",
+    "report_failure",
+    "run",
+    "step_error",
+    "watched",
+]

@@ -1,8 +1,9 @@
 """Agreement of the ranks before a step runs.
 
 Every rank of the expert-parallel group says, in one small all-reduce before any node runs, whether it is ready, how
-many microbatches it has, and the hash of the plans that it is about to run. A rank that failed, unequal numbers, and
-different plans raise PlanMismatchError on every rank, naming the rank and the first difference.
+many microbatches it has, whether its last step failed, and the hash of the plans that it is about to run. A rank that
+failed, unequal numbers, and different plans raise PlanMismatchError on every rank, naming the rank and the first
+difference. A rank that has died, or that reports a failure instead of coming, is named too.
 
 A fingerprint is a list of lines: the config's fields, then the nodes and plans of the step. It holds no shapes, costs
 or tensors, so ranks with other sequence lengths agree.
@@ -11,17 +12,17 @@ or tensors, so ranks with other sequence lengths agree.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fxoverlap.errors import PlanMismatchError
-
-READY, FAILED = 0, 1
+from fxoverlap.runtime.peers import PeerFailedError, Peers, check_usable, mark_unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,56 +44,109 @@ class Fingerprint:
         return Fingerprint(tuple(lines), (int.from_bytes(found[:7], "big"), int.from_bytes(found[7:14], "big")))
 
 
-def agree(group: dist.ProcessGroup, microbatches: int, plans: Fingerprint, failure: Exception | None) -> None:
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one rank tells the others before a step.
+
+    Attributes:
+        microbatches: how many it has.
+        plans: what it is about to run.
+        failure: what kept it from getting ready, or None.
+        last_failed: whether its last step failed after all ranks had begun it.
+    """
+
+    microbatches: int
+    plans: Fingerprint = Fingerprint()
+    failure: Exception | None = None
+    last_failed: bool = False
+
+
+def agree(group: dist.ProcessGroup, own: Standing, session: str) -> str:
     """Raise PlanMismatchError on every rank unless all are ready for the same step.
 
     Args:
         group: the ranks that must agree.
-        microbatches: how many this rank has.
-        plans: what this rank is about to run.
-        failure: what kept this rank from getting ready.
+        own: what this rank has to say.
+        session: a text that is the same on every rank for this agreement, and for no other.
+
+    Returns:
+        A name for the step that begins now: the same on every rank, and of no other step.
+
+    Raises:
+        PlanMismatchError: the ranks differ, or a rank failed or is gone.
+        StepError: the group was left out of step earlier.
     """
-    if dist.get_world_size(group) == 1:
-        if failure is not None:
-            raise failure
-        return
-    status = READY if failure is None else FAILED
-    rows = _gather_numbers(group, [status, microbatches, *plans.digest])
-    if any(row[0] == FAILED for row in rows):
-        _raise_failure(group, failure)
-    counts = [row[1] for row in rows]
-    if len(set(counts)) > 1:
-        odd = next(rank for rank, count in enumerate(counts) if count != counts[0])
+    check_usable(group)
+    peers = Peers(group, session)
+    try:
+        with peers.watched():
+            return _Agreement(group, peers, own).reach()
+    except PlanMismatchError:
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        verdict = peers.settle(f"{type(error).__name__}: {error}", error, [])
+        mark_unusable(group, verdict.cause or str(error))
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        cause = str(error) if isinstance(error, PeerFailedError) else verdict.cause or str(error)
+        raise PlanMismatchError(f"step: the ranks could not agree: {cause}") from error
+
+
+class _Agreement:
+    """The collectives of one agreement, and what follows from them."""
+
+    def __init__(self, group: dist.ProcessGroup, peers: Peers, own: Standing) -> None:
+        self.group, self.peers, self.own = group, peers, own
+        self.ranks = dist.get_process_group_ranks(group)
+
+    def reach(self) -> str:
+        own = self.own
+        numbers = [own.failure is not None, own.microbatches, own.last_failed, secrets.randbits(62), *own.plans.digest]
+        rows = self._gather_numbers([int(each) for each in numbers])
+        if any(row[0] for row in rows):
+            self._raise_failure()
+        if 0 < sum(row[2] for row in rows) < len(rows):
+            failed = [str(rank) for rank, row in zip(self.ranks, rows, strict=True) if row[2]]
+            raise PlanMismatchError(
+                f"step: the last step failed on rank {', '.join(failed)} and not on the others, so their gradients are "
+                f"not of the same step. Bring every rank to the same state, then go on."
+            )
+        counts = [row[1] for row in rows]
+        if len(set(counts)) > 1:
+            odd = next(i for i, count in enumerate(counts) if count != counts[0])
+            raise PlanMismatchError(
+                f"step: rank {self.ranks[odd]} has {counts[odd]} microbatches, rank {self.ranks[0]} has {counts[0]}. "
+                f"Give every rank of the expert-parallel group the same number."
+            )
+        other = next((i for i, row in enumerate(rows) if row[4:] != rows[0][4:]), None)
+        if other is not None:
+            self._raise_difference(other)
+        return f"{self.group.group_name}/{rows[0][3]}"
+
+    def _gather_numbers(self, own: list[int]) -> list[list[int]]:
+        """The numbers of every rank, by one all-reduce of a table in which each rank fills its own row."""
+        table = torch.zeros(len(self.ranks), len(own), dtype=torch.int64)
+        table[dist.get_rank(self.group)] = torch.tensor(own)
+        self.peers.call(lambda: dist.all_reduce(table, group=self.group))
+        return table.tolist()
+
+    def _gather_objects(self, own: Any) -> list[Any]:
+        everyones: list[Any] = [None] * len(self.ranks)
+        self.peers.call(lambda: dist.all_gather_object(everyones, own, group=self.group))
+        return everyones
+
+    def _raise_failure(self) -> None:
+        failure = self.own.failure
+        texts = self._gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        rank, text = next((rank, text) for rank, text in zip(self.ranks, texts, strict=True) if text is not None)
+        raise PlanMismatchError(f"step: rank {rank} could not get ready, so no rank runs: {text}") from failure
+
+    def _raise_difference(self, other: int) -> None:
+        everyones = self._gather_objects(self.own.plans.lines)
+        pairs = zip_longest(everyones[0], everyones[other], fillvalue="(nothing)")
+        a, b = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        one, two = self.ranks[0], self.ranks[other]
         raise PlanMismatchError(
-            f"step: rank {odd} has {counts[odd]} microbatches, rank 0 has {counts[0]}. "
-            f"Give every rank of the expert-parallel group the same number."
+            f"step: rank {two} has another plan than rank {one}. First difference: {a!r} on rank {one}, {b!r} on rank "
+            f"{two}. Give every rank the same config, model structure and microbatch structure."
         )
-    other = next((rank for rank, row in enumerate(rows) if row[2:] != rows[0][2:]), None)
-    if other is not None:
-        _raise_difference(group, plans, other)
-
-
-def _gather_numbers(group: dist.ProcessGroup, own: list[int]) -> list[list[int]]:
-    """The numbers of every rank, by one all-reduce of a table in which each rank fills its own row."""
-    table = torch.zeros(dist.get_world_size(group), len(own), dtype=torch.int64)
-    table[dist.get_rank(group)] = torch.tensor(own)
-    dist.all_reduce(table, group=group)
-    return table.tolist()
-
-
-def _raise_failure(group: dist.ProcessGroup, failure: Exception | None) -> NoReturn:
-    texts: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(texts, None if failure is None else f"{type(failure).__name__}: {failure}", group=group)
-    rank = next(rank for rank, text in enumerate(texts) if text is not None)
-    raise PlanMismatchError(f"step: rank {rank} could not get ready, so no rank runs: {texts[rank]}") from failure
-
-
-def _raise_difference(group: dist.ProcessGroup, plans: Fingerprint, other: int) -> NoReturn:
-    everyones: list[tuple[str, ...]] = [()] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, plans.lines, group=group)
-    pairs = zip_longest(everyones[0], everyones[other], fillvalue="(nothing)")
-    first = next(((a, b) for a, b in pairs if a != b), ("", ""))
-    raise PlanMismatchError(
-        f"step: rank {other} has another plan than rank 0. First difference: {first[0]!r} on rank 0, {first[1]!r} on "
-        f"rank {other}. Give every rank the same config, model structure and microbatch structure."
-    )

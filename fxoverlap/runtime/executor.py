@@ -6,37 +6,50 @@ once, and the wait at the head of its reader blocks until the data has come.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fxoverlap import compat
-from fxoverlap.errors import StepError
 from fxoverlap.runtime.gradients import deliver
 from fxoverlap.runtime.program import Operation, Program
 from fxoverlap.runtime.state import MicrobatchState
 
 
-def run(program: Program, forward: MicrobatchState | None, backward: MicrobatchState | None) -> None:
-    """Run every operation of a program on the states of its microbatches.
+@dataclass(slots=True)
+class Progress:
+    """How far a step has come; written while it runs, read when it fails.
 
-    Raises StepError, naming node, phase and microbatch, with the original error as its cause; also if a parameter was
-    changed since the forward of the microbatch whose backward runs.
+    Attributes:
+        operations: what runs.
+        forward, backward: the states that it works on.
+        index: the operation that runs, or the number of operations if they are all done.
     """
+
+    operations: tuple[Operation, ...] = ()
+    forward: MicrobatchState | None = None
+    backward: MicrobatchState | None = None
+    index: int = 0
+
+
+def run(
+    program: Program, forward: MicrobatchState | None, backward: MicrobatchState | None, progress: Progress
+) -> None:
+    """Run every operation of a program on the states of its microbatches, and write the buffers.
+
+    Raises what a node raises; and StepError if a parameter was changed since the forward of the microbatch whose
+    backward runs.
+    """
+    progress.operations, progress.index = program.operations, 0
+    progress.forward, progress.backward = forward, backward
     if backward is not None:
         backward.check_parameters()
-    for operation in program.operations:
+    for progress.index, operation in enumerate(program.operations):
         state = forward if operation.of_forward else backward
         assert state is not None
-        try:
-            _issue(operation, state)
-        except Exception as error:
-            node = operation.instance.node
-            raise StepError(
-                f"Node {node.name} (phase {node.phase.value}) of microbatch {state.number} failed: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        _issue(operation, state)
+    progress.index = len(program.operations)
     if forward is not None:
-        try:
-            forward.commit()
-        except Exception as error:
-            raise StepError(f"The buffers of microbatch {forward.number} could not be written: {error}") from error
+        forward.commit()
+    progress.backward = None  # it is done, and nothing may keep it
 
 
 def _issue(operation: Operation, state: MicrobatchState) -> None:

@@ -11,10 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from fxoverlap import compat
 from fxoverlap.ir import META, FusedGraph, GraphInput, InputKind, Instance, ValueRef
+from fxoverlap.runtime.peers import launch, wait
 from fxoverlap.runtime.state import Layout
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_COLLECTIVES = ("_c10d_functional.", "c10d_functional.", "fxoverlap.exchange")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class Operation:
         writes: likewise, one a result; None for a result that nothing reads later.
         last_reads: positions whose value dies inside the call, with its last use.
         last_waits: positions whose value dies behind the call: inputs of launches that it waits for.
+        launches: whether it launches a collective of any kind.
         gradients: (position among the results, kind, index) of the parameters and leaves whose gradient is final now.
     """
 
@@ -39,6 +46,7 @@ class Operation:
     writes: tuple[int | None, ...]
     last_reads: tuple[int, ...]
     last_waits: tuple[int, ...]
+    launches: bool
     gradients: tuple[tuple[int, InputKind, int], ...]
 
 
@@ -53,16 +61,50 @@ def lower(fused: FusedGraph, forward: Layout | None, backward: Layout | None) ->
     """Lower a fused graph for states with these layouts."""
     layouts = {"F": forward, "B": backward}
     operations = []
+    callables: dict[nn.Module, Callable[..., Any]] = {}
     for node in fused.module.graph.nodes:
         if node.op == "call_module":
             instance = node.meta[META]
             layout = layouts[instance.mb]
             assert layout is not None
-            operations.append(_operation(node, fused.module.get_submodule(node.target), instance, layout))
+            module = fused.module.get_submodule(node.target)
+            if module not in callables:
+                callables[module] = _watched(module)
+            operations.append(_operation(node, module, callables[module], instance, layout))
     return Program(tuple(operations))
 
 
-def _operation(node: fx.Node, module: nn.Module, instance: Instance, layout: Layout) -> Operation:
+def _watched(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a node's module, whose launches are noted and whose waits end when a peer fails."""
+    graph = module.graph
+    assert isinstance(graph, fx.Graph)
+    if not any(map(_is_collective, graph.nodes)):
+        return module.forward
+    copy = fx.Graph()
+    copy.set_codegen(compat.BoxedCodeGen())
+    copy.output(copy.graph_copy(graph, {}))
+    for node in filter(_is_collective, copy.nodes):
+        if node.target is _WAIT:
+            node.target = wait
+        else:
+            node.args, node.target = (node.target, *node.args), launch
+    return fx.GraphModule(module, copy).forward
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return node.op == "call_function" and str(node.target).startswith(_COLLECTIVES)
+
+
+def _launches(module: nn.Module) -> bool:
+    """Whether a node's module launches a collective, on whatever group."""
+    graph = module.graph
+    assert isinstance(graph, fx.Graph)
+    return any(_is_collective(node) and node.target is not _WAIT for node in graph.nodes)
+
+
+def _operation(
+    node: fx.Node, module: nn.Module, call: Callable[..., Any], instance: Instance, layout: Layout
+) -> Operation:
     written: dict[int, str] = {}
     for user in node.users:
         if user.target is operator.getitem:
@@ -76,7 +118,7 @@ def _operation(node: fx.Node, module: nn.Module, instance: Instance, layout: Lay
     dying = [value for value in instance.frees if value not in written.values()]
     return Operation(
         instance,
-        module.forward,
+        call,
         instance.mb == "F",
         reads=tuple(layout.index[value] for value in read),
         writes=tuple(
@@ -85,6 +127,7 @@ def _operation(node: fx.Node, module: nn.Module, instance: Instance, layout: Lay
         ),
         last_reads=tuple(layout.index[value] for value in dying if value in read),
         last_waits=tuple(layout.index[value] for value in dying if value not in read),
+        launches=_launches(module),
         gradients=tuple(
             (i, target.kind, target.index) for i, value in sorted(written.items()) for target in targets.get(value, ())
         ),

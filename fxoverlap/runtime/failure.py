@@ -1,0 +1,88 @@
+"""A step that failed -> the error that the user gets, with nothing left behind.
+
+The ranks hear of one another's failures, launches whose peers take part are waited for, and the states of the
+microbatches are emptied, so that what they held is free when the error is handled.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fxoverlap.errors import StepError, StepInterrupted
+from fxoverlap.ir import Lane
+from fxoverlap.runtime.executor import Progress
+from fxoverlap.runtime.peers import Peers, Verdict, mark_unusable, wait
+from fxoverlap.runtime.program import Operation
+
+
+def step_error(
+    error: BaseException, progress: Progress, group: dist.ProcessGroup | None, peers: Peers | None
+) -> StepError:
+    """The error for a step that failed with `error`, after cleaning up.
+
+    Args:
+        error: what was raised.
+        progress: where.
+        group: the group of the ranks that run the same step.
+        peers: its other ranks, None if there is none.
+    """
+    text = _text(error, progress)
+    in_flight = _in_flight(progress)
+    verdict = Verdict("", True)
+    if peers is None or _is_past_the_last_launch(progress):
+        for result in in_flight:
+            wait(result)
+    else:
+        verdict = peers.settle(text, error, in_flight)
+    for state in (progress.forward, progress.backward):
+        if state is not None:
+            state.values.clear()
+    if verdict.cause and verdict.cause not in text:
+        text = f"{text} Before that, {verdict.cause}"
+    if group is not None and not verdict.in_step:
+        mark_unusable(group, text)
+        text += " The ranks are no longer in step: restart the processes, or make a new process group."
+    kind = StepInterrupted if isinstance(error, KeyboardInterrupt) else StepError
+    return kind(text)
+
+
+def _text(error: BaseException, progress: Progress) -> str:
+    if isinstance(error, StepError):
+        return str(error)
+    operation = _operation(progress)
+    reason = f"{type(error).__name__}: {error}".strip().removesuffix(":")
+    if operation is None:
+        numbers = [str(state.number) for state in (progress.forward, progress.backward) if state is not None]
+        return f"The step failed between the nodes of microbatch {' and '.join(numbers) or 0}: {reason}"
+    state = progress.forward if operation.of_forward else progress.backward
+    assert state is not None
+    node = operation.instance.node
+    return f"Node {node.name} (phase {node.phase.value}) of microbatch {state.number} failed: {reason}"
+
+
+def _operation(progress: Progress) -> Operation | None:
+    operations = progress.operations
+    return operations[progress.index] if progress.index < len(operations) else None
+
+
+def _is_past_the_last_launch(progress: Progress) -> bool:
+    """Whether this rank has launched all collectives of the step."""
+    rest = progress.operations[progress.index :]
+    return progress.forward is None and progress.backward is not None and not any(each.launches for each in rest)
+
+
+def _in_flight(progress: Progress) -> list[torch.Tensor]:
+    """Results of launches that no node has waited for."""
+    found = []
+    done = progress.operations[: progress.index + 1]
+    for i, operation in enumerate(done[:-1]):
+        if operation.instance.node.lane is not Lane.COMM:
+            continue
+        state = progress.forward if operation.of_forward else progress.backward
+        assert state is not None
+        later = [each for each in done[i + 1 :] if each.of_forward == operation.of_forward]
+        read = {position for each in later for position in each.reads}
+        results = (state.values[position] for position in operation.writes if position not in (*read, None))
+        found += [result for result in results if result is not None]
+    return found

@@ -1,0 +1,287 @@
+"""What the ranks of a group tell one another when a step fails on one of them.
+
+A rank that fails in the middle of a step no longer takes part in the exchanges that its peers wait for. So it says in
+the store of the process groups where and why it stopped, and a rank that waits for a collective looks there now and
+then. A rank that has died says nothing; its peers name it because everybody else spoke.
+
+Terms: a *report* is what one rank wrote about one session; a *session* is one step, or the agreement before it. The
+ranks are *in step* if they have launched the same collectives; only then can their group be used again. A rank that
+has launched fewer catches up before the error is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxoverlap import compat
+from fxoverlap.errors import StepError
+from fxoverlap.runtime.launches import Launches, missing
+
+# A rank looks into the store this often while it waits for a collective.
+_POLL_S = 0.5
+# A rank that has failed gives its peers this long to report too: a peer notices at its next wait.
+_GRACE_S = 5.0
+# Collectives that all ranks have launched complete within this time.
+_CATCH_UP_S = 3.0
+
+_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+_watch: ContextVar[Peers | None] = ContextVar("fxoverlap_watch", default=None)
+
+
+# Groups whose ranks are no longer in step, and why.
+_unusable: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+def check_usable(group: dist.ProcessGroup) -> None:
+    """Raise StepError if an earlier session left the ranks of a group out of step."""
+    if group in _unusable:
+        raise StepError(
+            f"The process group {group.group_name!r} cannot be used: its ranks are no longer in step since an earlier "
+            f"failure ({_unusable[group]}). Restart the processes, or make a new group and transform the model again."
+        )
+
+
+def mark_unusable(group: dist.ProcessGroup, why: str) -> None:
+    """Remember that the ranks of a group are no longer in step."""
+    _unusable[group] = why
+
+
+def report_failure(session: str, failure: Exception) -> None:
+    """Tell whoever waits in an agreement that this rank will not come to it."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _write(session, dist.get_rank(), _Report(False, f"{type(failure).__name__}: {failure}", {}))
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank failed, so what this rank waits for will not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a session that failed.
+
+    Attributes:
+        cause: what to say of the rank that failed first, if it was another one; else nothing.
+        in_step: whether the group can be used again.
+    """
+
+    cause: str
+    in_step: bool
+
+
+class Peers:
+    """The ranks of a group during one session.
+
+    Args:
+        group: a group of at least two ranks, this one included.
+        session: a text that the ranks have in common for this session and for no other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, session: str) -> None:
+        self._store = compat.default_store()
+        self._session = session
+        self._ranks = dist.get_process_group_ranks(group)
+        self._own = dist.get_rank()
+        self._waiter: _Waiter | None = None
+        self.launches: dict[str, Launches] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Let waits of this thread end when a peer reports a failure, for as long as the block lasts."""
+        token = _watch.set(self)
+        self._waiter = _Waiter()
+        try:
+            yield
+        finally:
+            _watch.reset(token)
+            self._waiter.close()
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Call what blocks until the peers do their part. Raises PeerFailedError when one reports a failure first."""
+        assert self._waiter is not None
+        self._waiter.start(function)
+        while not self._waiter.is_idle(_POLL_S):
+            failed = self._first_failure()
+            if failed is not None:
+                raise PeerFailedError(failed)
+        if self._waiter.failed is not None:
+            raise self._waiter.failed
+
+    def settle(self, reason: str, error: BaseException, in_flight: Sequence[torch.Tensor]) -> Verdict:
+        """Report that this rank has failed, hear what the others have to say, and get back in step with them.
+
+        Args:
+            reason: what to tell the peers.
+            error: the failure.
+            in_flight: results of launches that nothing waits for any more.
+        """
+        follows = isinstance(error, PeerFailedError) or compat.is_connection_error(error)
+        own = _Report(follows, reason, self.launches)
+        try:
+            _write(self._session, self._own, own)
+            reports = self._reports_of_all()
+        except Exception as lost:
+            return Verdict(f"The store of the process groups cannot be reached, so its host has ended: {lost}", False)
+        silent = [rank for rank in self._ranks if rank not in reports]
+        in_step = not silent and self._catch_up(reports, in_flight)
+        return Verdict(_cause(reports, silent) if follows else "", in_step)
+
+    def _first_failure(self) -> str | None:
+        key = f"{_prefix(self._session)}/first"
+        if not self._store.check([key]):
+            return None
+        rank = int(self._store.get(key))
+        return f"rank {rank} failed: {_read(self._session, rank).reason}"
+
+    def _reports_of_all(self) -> dict[int, _Report]:
+        """The report of every rank that makes one in time."""
+        deadline = time.monotonic() + _GRACE_S
+        missing_ranks = set(self._ranks)
+        while missing_ranks and time.monotonic() < deadline:
+            missing_ranks = {rank for rank in missing_ranks if not self._store.check([_key(self._session, rank)])}
+            time.sleep(0.02)
+        return {rank: _read(self._session, rank) for rank in self._ranks if rank not in missing_ranks}
+
+    def _catch_up(self, reports: dict[int, _Report], in_flight: Sequence[torch.Tensor]) -> bool:
+        """Launch what peers have launched and this rank has not, and wait for all of it. Whether that worked."""
+        assert self._waiter is not None
+        results = list(in_flight)
+        for group in {name for report in reports.values() for name in report.launches}:
+            launched = {rank: report.launches.get(group, Launches()) for rank, report in reports.items()}
+            ranks = dist.get_process_group_ranks(compat.process_group(group))
+            calls = missing(group, self._own, launched) if set(ranks) <= set(reports) else None
+            if calls is None:
+                return False
+            results += [op(*args) for op, *args in calls]
+        if not self._waiter.is_idle(_CATCH_UP_S):
+            return False
+        self._waiter.start(lambda: [_wait_tensor(result) for result in results])
+        return self._waiter.is_idle(_CATCH_UP_S) and not self._waiter.failed
+
+
+def _cause(reports: dict[int, _Report], silent: list[int]) -> str:
+    """What brought down the step of a rank that did not fail by itself."""
+    first = next((rank for rank, report in reports.items() if not report.follows), None)
+    if first is not None:
+        return f"rank {first} failed: {reports[first].reason}"
+    if silent:
+        names = "rank" if len(silent) == 1 else "ranks"
+        return f"{names} {', '.join(map(str, silent))} said nothing, so the process has ended."
+    return "every rank lost a connection, and none failed by itself."
+
+
+@contextlib.contextmanager
+def watched(peers: Peers | None) -> Iterator[None]:
+    """`Peers.watched`, or nothing where there are no peers."""
+    with peers.watched() if peers is not None else contextlib.nullcontext():
+        yield
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for a collective; inside `Peers.watched` only for as long as no peer reports a failure."""
+    peers = _watch.get()
+    if peers is None:
+        return _wait_tensor(tensor)
+    peers.call(lambda: _wait_tensor(tensor))
+    return tensor
+
+
+def launch(op: Any, *args: Any) -> torch.Tensor:
+    """Launch a functional collective; inside `Peers.watched` it is noted."""
+    result = op(*args)
+    peers = _watch.get()
+    if peers is not None:
+        peers.launches.setdefault(args[-1], Launches()).note(op, args)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What one rank says of a session that failed.
+
+    Attributes:
+        follows: whether its failure is only what another rank's failure led to.
+        reason: why it failed.
+        launches: what it has launched, by group.
+    """
+
+    follows: bool
+    reason: str
+    launches: Mapping[str, Launches]
+
+
+def _prefix(session: str) -> str:
+    return f"fxoverlap/{session}"
+
+
+def _key(session: str, rank: int) -> str:
+    return f"{_prefix(session)}/{rank}"
+
+
+def _write(session: str, rank: int, report: _Report) -> None:
+    launches = {group: each.to_json() for group, each in report.launches.items()}
+    store = compat.default_store()
+    store.set(_key(session, rank), json.dumps([report.follows, report.reason, launches]))
+    if not report.follows:
+        store.set(f"{_prefix(session)}/first", str(rank))
+
+
+def _read(session: str, rank: int) -> _Report:
+    follows, reason, launches = json.loads(compat.default_store().get(_key(session, rank)))
+    return _Report(follows, reason, {group: Launches.from_json(each) for group, each in launches.items()})
+
+
+class _Waiter:
+    """A thread that makes one blocking call at a time, so that its owner can give up on it.
+
+    Attributes:
+        failed: what the last call raised, or None.
+    """
+
+    def __init__(self) -> None:
+        self.failed: BaseException | None = None
+        self._function: Callable[[], Any] | None = None
+        self._begun, self._ended = threading.Semaphore(0), threading.Semaphore(0)
+        self._busy = False
+        threading.Thread(target=self._loop, daemon=True, name="fxoverlap-wait").start()
+
+    def start(self, function: Callable[[], Any]) -> None:
+        """Begin a call."""
+        assert not self._busy
+        self._function, self.failed, self._busy = function, None, True
+        self._begun.release()
+
+    def is_idle(self, timeout_s: float) -> bool:
+        """Whether no call runs, or the one that does ends within a time."""
+        if self._busy:
+            self._busy = not self._ended.acquire(timeout=timeout_s)
+        return not self._busy
+
+    def close(self) -> None:
+        """End the thread, as soon as its call ends."""
+        self._function = None
+        self._begun.release()
+
+    def _loop(self) -> None:
+        while True:
+            self._begun.acquire()
+            function = self._function
+            if function is None:
+                return
+            try:
+                function()
+            except BaseException as error:
+                self.failed = error
+            self._function = function = None
+            self._ended.release()
