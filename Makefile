@@ -1,12 +1,12 @@
 # Two commands do everything, set-up included: `make demo` and `make test`.
 #   PYTHON=python3.12   the interpreter that the environment is made with
-#   TORCH=2.13.0        the torch release to take
+#   TORCH=2.13.0        the torch release to take; another one than this gets an environment of its own
 #   ARGS='...'          more arguments for demo, test, slow or bench
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 ARGS ?=
-VENV := .venv
+VENV := .venv$(if $(filter 2.13.0,$(TORCH)),,-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -50,18 +50,20 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf .venv .venv-* build dist *.egg-info
 
 # The configured index is asked first: where it has no CPU build it says so at once, and PyTorch's own CPU index is next.
+# A plain build runs on a CPU too, with gigabytes of libraries that nothing uses.
 $(VENV)/.torch-$(TORCH):
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH_SPEC)"
 	@$(PIP) '$(TORCH_SPEC)' 2>/dev/null \
 	  || $(PIP) --index-url $(CPU_INDEX) --extra-index-url https://pypi.org/simple '$(TORCH_SPEC)' \
-	  || { echo "no CPU build '$(TORCH_SPEC)' on the configured package index or on $(CPU_INDEX): install" \
+	  || { echo "no CPU build found, installing torch==$(TORCH)"; $(PIP) 'torch==$(TORCH)'; } \
+	  || { echo "no build '$(TORCH_SPEC)' on the configured package index or on $(CPU_INDEX): install" \
 	       "torch>=2.11,<2.15 yourself in an environment of your own and run 'pip install -e .[test]' there" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch-$(TORCH) pyproject.toml
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test,hf]'
 	@touch $@

@@ -1,8 +1,15 @@
 """Overlap of expert-parallel communication with compute, derived from the graph of a model."""
 
+from pathlib import Path
+
 import torch
 
-from fxoverlap.compat import check_torch_version
+_here = Path(__file__).parent
+if not (_here / "passes").exists() and (_here.parent / "passes" / "op_facts.py").exists():
+    # In a checkout, subpackages stand beside this package; an install puts them where they are looked for.
+    __path__.append(str(_here.parent))
+
+from fxoverlap.compat import check_torch_version  # noqa: E402
 
 check_torch_version(torch.__version__)
 
@@ -14,6 +21,7 @@ from fxoverlap.errors import (  # noqa: E402
     FxOverlapError,
     PlanMismatchError,
     StepError,
+    StepInterrupted,
     UnsupportedError,
     VerifyError,
 )
@@ -40,6 +48,7 @@ __all__ = [
     "Report",
     "ScheduleNode",
     "StepError",
+    "StepInterrupted",
     "StepResult",
     "UnsupportedError",
     "VerifyError",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
-from toys import batches, differences, eager_step, toy
+from toys import RawModel, batches, differences, eager_step, toy
 
 import fxoverlap as fxo
 from fxoverlap.launch import LaunchError, launch
@@ -26,6 +28,30 @@ class FailsOn(nn.Module):
         if self.fails:
             tokens.numpy()
         return self.model(tokens, targets)
+
+
+class Reduced(nn.Module):
+    """The toy, whose loss is a mean over another group."""
+
+    def __init__(self, group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.model, self.other = toy("[*E]", group), other.group_name
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = self.model(tokens, targets)
+        return loss + funcol.all_reduce(loss.detach(), "sum", self.other)
+
+
+class NoGroup(nn.Module):
+    """A loss over all ranks; the group is found in the code only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 4)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        own = self.embed(tokens).square().mean()
+        return own + funcol.all_reduce(own.detach(), "sum", dist.group.WORLD.group_name)
 
 
 def error_of(overlapped: fxo.OverlappedModel, microbatches: list) -> str:
@@ -78,6 +104,19 @@ def disagreements(rank: int) -> dict[str, object]:
     lengths = fxo.transform(toy("[*E]", group))
     found["lengths"] = error_of(lengths, batches(2, rank, tokens=8 + 4 * rank))
     found["after all"] = is_right(overlapped, rank)
+
+    # The modules hold only the name of the group.
+    found["by name"] = error_of(fxo.transform(FailsOn(RawModel(group), last)), batches(2, rank))
+    found["after by name"] = is_right(fxo.transform(RawModel(group)), rank)
+
+    # The modules hold two groups; both are in the graph, and the second one tells the ranks that the first does not.
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, last + 1, 2)]
+    found["two groups"] = is_right(fxo.transform(Reduced(group, pairs[rank // 2])), rank)
+
+    # No module holds a group. Last, because the others are in a collective that rank `last` never calls.
+    begun = time.monotonic()
+    found["no group"] = error_of(fxo.transform(FailsOn(NoGroup(), last)), batches(2, rank))
+    found["no group, seconds"] = time.monotonic() - begun
     return found
 
 
@@ -94,6 +133,7 @@ def found(request) -> list[dict[str, object]]:
         ("config", ["rank {last}", "schedule = 'sequential'", "schedule = 'megatron'"]),
         ("delay", ["rank {last}", "delay_wgrad = True", "delay_wgrad = False"]),
         ("model", ["rank {last}", "First difference"]),
+        ("by name", ["rank {last}", "CaptureError", "numpy"]),
     ],
 )
 def test_b63_disagreement_is_the_same_error_on_every_rank(found, case, words) -> None:
@@ -105,9 +145,17 @@ def test_b63_disagreement_is_the_same_error_on_every_rank(found, case, words) ->
         assert word.format(last=last) in text, text
 
 
-@pytest.mark.parametrize("case", ["after unequal", "after untraceable", "after all"])
+@pytest.mark.parametrize("case", ["after unequal", "after untraceable", "after all", "after by name", "two groups"])
 def test_the_step_after_a_disagreement_is_right(found, case) -> None:
     assert [each[case] for each in found] == [True] * len(found)
+
+
+def test_rank_that_cannot_capture_is_named_where_no_module_holds_the_group(found) -> None:
+    last = len(found) - 1
+    assert all(each["no group"].startswith("PlanMismatchError") for each in found[:-1])
+    assert all(f"rank {last} failed: CaptureError" in each["no group"] for each in found[:-1])
+    assert found[-1]["no group"].startswith("CaptureError")
+    assert all(each["no group, seconds"] < 20 for each in found)
 
 
 def test_other_lengths_on_other_ranks_are_no_disagreement(found) -> None:
