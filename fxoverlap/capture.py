@@ -96,6 +96,7 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
         except Exception as error:
             raise _capture_error(error, place) from error
     assert chunk.output is not None
+    _refuse_effects(module.graph)
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
     _refuse_weights_cast_twice(joint, autocast)
     _refuse_hidden_state(joint, chunk)
@@ -291,6 +292,23 @@ def _capture_error(error: Exception, place: _Place) -> CaptureError:
         remedy = "Use torch.where or torch.cond for the branch; state what holds of a size with torch._check."
     frame = compat.innermost_user_frame(error)
     return CaptureError(f"Cannot trace the model {where}{frame}: {type(error).__name__}: {reason} {remedy}")
+
+
+def _refuse_effects(graph: fx.Graph) -> None:
+    """Raise UnsupportedError for collectives that are not functional, and for custom ops with declared effects."""
+    for node, name in compat.in_place_effects(graph):
+        phase = "backward" if compat.is_backward(node) else "forward"
+        where = compat.annotation(node, "fqn") or "(the model itself)"
+        remedy = "Declare what the op changes with mutates_args instead of an effect."
+        if name.startswith("c10d."):
+            remedy = (
+                "Use torch.distributed._functional_collectives, for example all_reduce(x, 'sum', group) or "
+                "all_to_all_single_autograd(x, received, sent, group), instead of torch.distributed's own functions."
+            )
+        raise UnsupportedError(
+            f"The {phase} of module {where!r} calls {name}, which acts in place on something that the graph does not "
+            f"show, so its order cannot be kept. {remedy}"
+        )
 
 
 def _describe(module: fx.GraphModule, chunk: _Chunk, paths: list[str]) -> JointGraph:

@@ -104,6 +104,33 @@ def eager_composites() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
+@contextlib.contextmanager
+def unread_effects_kept() -> Iterator[None]:
+    """Keep unread collectives, and custom ops without results, from dead-code elimination: other ranks take part."""
+    node_class: Any = fx.Node
+    is_impure = node_class.is_impure
+
+    def keeps(node: fx.Node, *args: Any, **kwargs: Any) -> bool:
+        target: Any = node.target
+        acts = is_overload(target) and (not target._schema.returns or target.namespace == "_c10d_functional")
+        return acts or is_impure(node, *args, **kwargs)
+
+    node_class.is_impure = keeps
+    try:
+        yield
+    finally:
+        node_class.is_impure = is_impure
+
+
+def in_place_effects(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
+    """The ops that torch orders by tokens and the collectives that are not functional: node, and name of the op."""
+    found = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+        found.append((node, str(node.args[1])))
+    found += [(node, str(node.target)) for node in graph.nodes if str(node.target).startswith("c10d.")]
+    return found
+
+
 def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> fx.GraphModule:
     """The joint forward/backward ATen graph of `module(*args)`, functional, with descriptors on its ends.
 
@@ -115,6 +142,7 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
         stack.enter_context(preserve_node_meta())
         stack.enter_context(non_strict_tracing())
         stack.enter_context(eager_composites())
+        stack.enter_context(unread_effects_kept())
         # Else dead-code elimination takes draws for pure, and drops those that nothing reads.
         stack.enter_context(torch._inductor.config.patch(fallback_random=True))
         return aot_export_joint_with_descriptors(stack, module, args).graph_module

@@ -5,6 +5,7 @@ Out: the same graph; the values and bits of everything that is left are the same
      - `detach` is gone, so that aliases are seen as what they are;
      - a transposition of a transposition is what was transposed;
      - a view of a view of a contiguous tensor is one view;
+     - a launch that nothing reads is waited for, as every other one is;
      - a size is computed once, by the first op that gives it, so that a number crosses cuts instead of a tensor, and
        nothing asks a tensor in flight for its size.
 
@@ -41,6 +42,7 @@ def simplify(joint: JointGraph, config: OverlapConfig) -> JointGraph:
             stands_for[node.name] = stands_for.get(found.name, found.name)
             node.replace_all_uses_with(found)
             graph.erase_node(node)
+    _wait_for_unread_launches(graph)
     _ask_after_the_wait(graph)
     return _renamed(joint, stands_for)
 
@@ -97,6 +99,15 @@ def _is_plainly_contiguous(value: object) -> bool:
     if not isinstance(value, torch.Tensor) or any(isinstance(size, torch.SymInt) for size in value.shape):
         return False
     return value.is_contiguous()
+
+
+def _wait_for_unread_launches(graph: fx.Graph) -> None:
+    """Let a wait read each collective whose result nothing reads."""
+    for node in list(op_facts.ops(graph)):
+        is_unread = op_facts.is_collective(node) and not op_facts.is_wait(node) and not node.users
+        if is_unread and isinstance(node.meta["val"], torch.Tensor):
+            with graph.inserting_after(node):
+                graph.call_function(op_facts.WAIT, (node,)).meta = dict(node.meta)
 
 
 def _ask_after_the_wait(graph: fx.Graph) -> None:

@@ -162,6 +162,31 @@ def test_composites_are_put_back() -> None:
     assert {op: dict(op.py_kernels) for op in before} == before
 
 
+def test_unread_collectives_and_ops_without_results_stay(group: dist.ProcessGroup) -> None:
+    before = fx.Node.is_impure
+
+    def loss(x: Tensor) -> Tensor:
+        torch.ops._c10d_functional.all_reduce(x.detach(), "sum", group.group_name)
+        torch.ops.fxoverlap_tests.say(x.detach())
+        return x * 2
+
+    with torch.library._scoped_library("fxoverlap_tests", "FRAGMENT") as library:
+        library.define("say(Tensor x) -> ()")
+        library.impl("say", lambda x: None, "CompositeExplicitAutograd")
+        found = [str(target) for target in targets(export(Loss(loss), torch.randn(3, requires_grad=True)))]
+    assert "_c10d_functional.all_reduce.default" in found and "fxoverlap_tests.say.default" in found
+    assert fx.Node.is_impure is before
+
+
+def test_collectives_in_place_are_found(group: dist.ProcessGroup) -> None:
+    def loss(x: Tensor) -> Tensor:
+        dist.all_reduce(x.detach().clone(), group=group)
+        return x * 2
+
+    module = export(Loss(loss), torch.randn(3, requires_grad=True))
+    assert [name for _, name in compat.in_place_effects(module.graph)] == ["c10d.allreduce_.default"]
+
+
 def test_export_is_functional_and_leaves_the_fake_mode(joint: fx.GraphModule) -> None:
     assert [str(t) for t in targets(joint) if getattr(t, "_schema", None) and t._schema.is_mutable] == []
     assert type(torch.zeros(2)) is torch.Tensor, "a tensor made now is real"
