@@ -4,9 +4,10 @@ In:  JointGraph with tagged ops.
 Out: the same graph with `exchanges` filled in.
 
 An exchange is one launch, or several with the same split sizes of which none needs another's result. Its role comes
-from its split sizes, not from its position: a combine has the sizes of its dispatch reversed, integers are counts, and
-a backward exchange reverses the sizes of the forward exchange that it is the gradient of. Only where sizes are equal
-both ways (fixed-capacity dispatch) does the order decide.
+from its split sizes, not from its position: a combine has the sizes of its dispatch reversed, and a backward exchange
+reverses the sizes of the forward exchange that it is the gradient of. Only where sizes are equal both ways
+(fixed-capacity dispatch) does the order decide. Integers are counts, unless they travel with tokens (expert ids,
+quantized rows): with the split sizes of a neighbour that is no counts exchange, and without deciding any split sizes.
 
 Raises UnsupportedError: a launch has no wait or several; all-to-alls of several groups and no `process_group` in the
 config; a forward exchange that cannot be paired.
@@ -17,7 +18,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxoverlap.config import OverlapConfig
@@ -138,23 +138,58 @@ def _depends(node: fx.Node, launches: list[fx.Node]) -> bool:
 
 
 def _forward(launches: list[fx.Node]) -> list[_Found]:
+    counts = _counts(launches)
     found: list[_Found] = []
     for launch in launches:
-        if found and _role_of_counts(launch) == (found[-1].role is Role.COUNTS) and found[-1].takes(launch):
+        if found and (launch in counts) == (found[-1].role is Role.COUNTS) and found[-1].takes(launch):
             found[-1].launches.append(launch)
             continue
-        found.append(_Found(_forward_role(launch, found), Phase.F, len(found), launch))
+        role = Role.COUNTS if launch in counts else _token_role(launch, found)
+        found.append(_Found(role, Phase.F, len(found), launch))
     return found
 
 
-def _role_of_counts(launch: fx.Node) -> bool:
-    value = launch.meta["val"]
-    return not (value.dtype.is_floating_point or value.dtype is torch.uint8 or value.dtype.is_complex)
+def _counts(launches: list[fx.Node]) -> set[fx.Node]:
+    """The launches that exchange counts."""
+    integers = {launch for launch in launches if not _has_gradient(launch)}
+    counts = {launch for launch in integers if _decides_sizes(launch)}
+    # A byte is too short for a count: it is a quantized token.
+    integers = {launch for launch in integers if launch.meta["val"].element_size() > 1}
+    tokens = [launch for launch in launches if launch not in integers | counts]
+    for launch in integers - counts:
+        before = [each for each in tokens if each < launch][-1:]
+        behind = [each for each in tokens if launch < each][:1]
+        together = [each for each in before if not _depends(launch, [each])]
+        together += [each for each in behind if not _depends(each, [launch])]
+        if all(splits(each) != splits(launch) for each in together):
+            counts.add(launch)
+    return counts
 
 
-def _forward_role(launch: fx.Node, before: list[_Found]) -> Role:
-    if _role_of_counts(launch):
-        return Role.COUNTS
+def _has_gradient(launch: fx.Node) -> bool:
+    """Whether what a launch sends may have a gradient: integers have none."""
+    dtype = launch.meta["val"].dtype
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _decides_sizes(launch: fx.Node) -> bool:
+    """Whether the result of a launch becomes split sizes, without passing through another launch."""
+    seen, stack = set(), [launch]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if op_facts.is_launch(user):
+                sizes: list[fx.Node] = []
+                fx.node.map_arg(user.args[1:], sizes.append)
+                if node in sizes:
+                    return True
+            elif user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _token_role(launch: fx.Node, before: list[_Found]) -> Role:
     tokens = [each for each in before if each.role is not Role.COUNTS]
     if tokens and tokens[-1].role is Role.DISPATCH and tokens[-1].splits == splits(launch)[::-1]:
         return Role.COMBINE
@@ -172,7 +207,7 @@ def _backward(launches: list[fx.Node], forward: list[_Found]) -> list[_Found]:
     found: list[_Found] = []
     open_pairs = list(tokens)
     for launch in launches:
-        if found and len(found[-1].launches) < len(_partner(found[-1], tokens).launches) and found[-1].takes(launch):
+        if found and len(found[-1].launches) < _gradients(_partner(found[-1], tokens)) and found[-1].takes(launch):
             found[-1].launches.append(launch)
             continue
         matches = [each for each in open_pairs if each.splits == splits(launch)[::-1]]
@@ -189,3 +224,8 @@ def _backward(launches: list[fx.Node], forward: list[_Found]) -> list[_Found]:
 
 def _partner(found: _Found, forward: list[_Found]) -> _Found:
     return next(each for each in forward if each.index == found.index)
+
+
+def _gradients(found: _Found) -> int:
+    """How many launches the gradient of a forward exchange may have."""
+    return sum(map(_has_gradient, found.launches))
