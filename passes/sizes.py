@@ -72,7 +72,16 @@ class Sizes:
             return 0
         args = fx.node.map_arg(node.args, self._on_meta)
         kwargs = fx.node.map_arg(node.kwargs, self._on_meta)
-        return int(formula(*args, **kwargs, out_val=self._on_meta(node)))
+        try:
+            return int(formula(*args, **kwargs, out_val=self._on_meta(node)))
+        except AssertionError:
+            # Symbols that are tied to one another by the data have numbers that do not fit together. For a matrix
+            # product of sizes that do fit, this is the formula.
+            return 2 * math.isqrt(math.prod(self._elements(each) for each in (*node.all_input_nodes[:2], node)))
+
+    def _elements(self, node: fx.Node) -> int:
+        value = node.meta.get("val")
+        return math.prod(self.shape(value)) if isinstance(value, torch.Tensor) else 1
 
     def _on_meta(self, node: fx.Node) -> Any:
         value = node.meta.get("val")
