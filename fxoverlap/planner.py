@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from fxoverlap import compat
 from fxoverlap.capture import Capture, capture, check_leaves
@@ -19,8 +19,8 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
 from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind, JointGraph
 from fxoverlap.microbatch import Leaves, Microbatch
+from fxoverlap.passes import op_facts
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
-from fxoverlap.report import node_table
 from fxoverlap.runtime import Fingerprint, Layout, Program, lower
 from fxoverlap.schedule import build_plan
 from fxoverlap.variants import Key, ambient_key, microbatch_key, model_key
@@ -130,13 +130,13 @@ class Planner:
         return self.built(f if "F" in kind else None, b if "B" in kind else None)
 
     def fingerprint(self, programs: list[Built]) -> Fingerprint:
-        """What is equal on two ranks if they run the same programs in a step; no shapes, costs or tensors."""
+        """What is equal on two ranks if they run the same programs in a step; no lengths, costs or tensors."""
         key = tuple(id(built) for built in programs)
         if key not in self._fingerprints:
             lines = [f"{name} = {_stable(getattr(self._config, name))}" for name in _COMPARED]
             plans = [built.fused.plan for built in programs]
             chunks = [chunk for plan in plans for chunk in (plan.forward, plan.backward) if chunk is not None]
-            texts = dict.fromkeys([*map(node_table, chunks), *map(str, plans)])
+            texts = dict.fromkeys([*map(_effects_table, chunks), *map(str, plans)])
             lines += [line for text in texts for line in text.splitlines()]
             self._fingerprints[key] = Fingerprint.of(lines)
         return self._fingerprints[key]
@@ -186,6 +186,38 @@ def _groups(joint: JointGraph) -> tuple[str, ...]:
     names = compat.group_names() if dist.is_available() and dist.is_initialized() else set()
     given = (argument for node in joint.module.graph.nodes if node.op == "call_function" for argument in node.args)
     return tuple(dict.fromkeys(each for each in given if isinstance(each, str) and each in names))
+
+
+def _effects_table(chunk: ChunkGraph) -> str:
+    """One line a schedule node, with the ops in it that ranks must run in the same order."""
+    assert chunk.joint is not None
+    by_name = {node.name: node for node in chunk.joint.module.graph.nodes}
+    groups: dict[str, int] = {}
+    lines = []
+    for node in chunk.nodes:
+        ops = [by_name[op] for op in node.ops if op_facts.keeps_order(by_name[op])]
+        lines.append(" ".join([node.name, *(_effect(op, groups) for op in ops)]))
+    return "\n".join(lines)
+
+
+def _effect(op: fx.Node, groups: dict[str, int]) -> str:
+    """The name of an op with an effect; of a collective also the group and what must have equal shapes on all ranks.
+
+    Groups are numbered by first appearance, because their names may differ between ranks.
+    """
+    name = str(op.target)
+    group = op.args[-1] if op.args else None
+    if not (op_facts.is_collective(op) and isinstance(group, str)):
+        return name
+    number = groups.setdefault(group, len(groups))
+    sent = []
+    fx.node.map_arg(op.args[0], lambda source: sent.append(source.meta["val"]))
+    # All-to-alls may send other lengths on other ranks, and so may a size that only the data decides.
+    is_free = op_facts.is_launch(op)
+    shapes = ["" if is_free else [n if isinstance(n, int) else "?" for n in each.shape] for each in sent]
+    what = [f"{each.dtype}{shape}" for each, shape in zip(sent, shapes, strict=True)]
+    what += [repr(each) for each in op.args[1:-1] if isinstance(each, (str, int)) and not is_free]
+    return f"{name}({', '.join(what)}, group {number} of {compat.process_group(group).size()})"
 
 
 def _stable(value: Any) -> str:

@@ -16,6 +16,7 @@ Raises UnsupportedError: an exchange needs what comes after it; the nodes form a
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,11 +26,10 @@ from torch import fx
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import META, ChunkGraph, JointGraph, Lane, Phase, Role, ScheduleNode, Slot
+from fxoverlap.ir import META, ChunkGraph, InputKind, JointGraph, Lane, Phase, Role, ScheduleNode, Slot
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.chain import Chain, backward_chain, forward_chain
 from fxoverlap.passes.place import Placement, phase_ops, place_backward, place_forward
-from fxoverlap.passes.sizes import Sizes
 
 Key = tuple[int | None, Slot, Phase]
 """(logical layer, slot, phase): which schedule node an op belongs to."""
@@ -39,26 +39,21 @@ Assignment = dict[fx.Node, Key]
 COMM_SLOT = {Role.COUNTS: Slot.COUNTS, Role.DISPATCH: Slot.DISPATCH, Role.COMBINE: Slot.COMBINE}
 COMM_SLOTS = frozenset(COMM_SLOT.values())
 
-SHARED_SHARE = 0.1
-"""A branch is movable if it does at least this share of its layer's expert work, which grows with the tokens as the
-branch does, so that ranks with other lengths decide alike. A shared expert beside eight routed ones does 1/8, a router
-usually under 1/50."""
-
 
 def cut(joint: JointGraph, config: OverlapConfig) -> ChunkGraph:
     """Cut a joint graph into schedule nodes."""
     del config
-    sizes = Sizes(joint)
     forward = forward_chain(joint)
     backward = backward_chain(forward)
-    placed_forward = place_forward(joint, forward, sizes)
-    placed_backward = place_backward(joint, backward, placed_forward, sizes)
+    placed_forward = place_forward(joint, forward)
+    placed_backward = place_backward(joint, backward, placed_forward)
     keys = _stage_keys(placed_forward, forward) | _stage_keys(placed_backward, backward)
     _assign_launches(joint, forward, keys)
+    weights = _weights(joint)
     for chain, placed in ((forward, placed_forward), (backward, placed_backward)):
         ranges = _gated_ranges(chain, forward)
         nodes = phase_ops(joint, chain.phase)
-        _assign_shared(nodes, ranges, placed, keys, sizes)
+        _assign_shared(nodes, ranges, placed, keys, weights)
         _clear_the_way(nodes, chain, placed, keys)
     remake_views(joint, keys)
     order = [*_key_order(forward), *_key_order(backward)]
@@ -88,9 +83,13 @@ def _assign_shared(
     ranges: list[tuple[int | None, int, int]],
     placed: Placement,
     keys: Assignment,
-    sizes: Sizes,
+    weights: dict[fx.Node, int],
 ) -> None:
-    """Make a node `shared` of the real work of a MoE layer that its launches do not need but later stages do."""
+    """Make a node `shared` of the real work of a MoE layer that its launches do not need but later stages do.
+
+    Real work is more than the largest product of one expert with one token. Work is counted a token, by the sizes of
+    weights, and not by those of the batch, so that ranks with other lengths decide alike.
+    """
     for layer, first, last in ranges:
         region = {node for node in nodes if first <= placed[node] < last and keys[node][1] not in COMM_SLOTS}
         launches = [node for node in nodes if keys[node][0] == layer and keys[node][1] in COMM_SLOTS]
@@ -99,12 +98,31 @@ def _assign_shared(
         heavy = {node for node in free if op_facts.is_heavy(node) and _reaches(node, last, placed)}
         branch = op_facts.descendants(heavy, free)
         branch |= _only_for(branch, free)
-        work = sum(sizes.flops(node) for node in branch)
-        experts = sum(sizes.flops(node) for node in region if keys[node][1] is Slot.EXPERTS)
-        is_worth_it = work >= SHARED_SHARE * experts
+        work = sum(weights.get(node, 0) for node in branch)
+        expert = max((weights.get(node, 0) for node in region if keys[node][1] is Slot.EXPERTS), default=0)
+        is_worth_it = work > expert
         # A draw or a collective has its place in the order of effects, so a branch that holds one is not movable.
         if is_worth_it and not any(op_facts.has_effect(node) for node in branch):
             keys.update({node: (layer, Slot.SHARED, op_facts.tag(node).phase) for node in branch})
+
+
+def _weights(joint: JointGraph) -> dict[fx.Node, int]:
+    """For each product with a weight, the elements of the weight's matrix: of one expert's, where it holds several."""
+    given = {each.value for each in joint.inputs if each.kind in (InputKind.LEAF, InputKind.TANGENT)}
+    constant: set[fx.Node] = set()
+    found: dict[fx.Node, int] = {}
+    for node in joint.module.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "output":
+            continue
+        if op_facts.is_heavy(node):
+            matrices = [source.meta["val"].shape[-2:] for source in sources if source in constant]
+            found[node] = max((math.prod(matrix) for matrix in matrices if len(matrix) == 2), default=0)
+        is_input = not op_facts.is_op(node) and node.name not in given
+        # What no input goes into, such as a range, may be as long as the batch.
+        if is_input or (sources and all(source in constant for source in sources) and not op_facts.has_effect(node)):
+            constant.add(node)
+    return found
 
 
 def _clear_the_way(nodes: list[fx.Node], chain: Chain, placed: Placement, keys: Assignment) -> None:
@@ -247,13 +265,6 @@ def _schedule_node(key: Key, ops: list[fx.Node]) -> ScheduleNode:
 def _effects(joint: JointGraph, nodes: tuple[ScheduleNode, ...]) -> tuple[tuple[str, str], ...]:
     """Consecutive nodes that draw random numbers or have other effects must keep their order."""
     by_name = {node.name: node for node in joint.module.graph.nodes}
-    exchanges = {name for each in joint.exchanges for name in (*each.launches, *each.waits)}
-
-    def acts(name: str) -> bool:
-        node = by_name[name]
-        mutable = op_facts.schema(node)
-        other = op_facts.is_collective(node) and name not in exchanges and not op_facts.is_wait(node)
-        return op_facts.is_random(node) or other or (mutable is not None and mutable.is_mutable)
-
-    acting = [node.name for node in nodes if any(acts(name) for name in node.ops)]
+    launches = {name for each in joint.exchanges for name in each.launches}
+    acting = [n.name for n in nodes if any(op_facts.keeps_order(by_name[op]) and op not in launches for op in n.ops)]
     return tuple(pairwise(acting))

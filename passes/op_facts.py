@@ -23,6 +23,17 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d_functional", "_dtensor")
 # Views whose schema does not say so.
 HIDDEN_VIEWS = (aten._unsafe_view.default, aten._reshape_alias.default, WAIT)
+# Views of every element of what they are made of.
+WHOLE_VIEWS = (
+    *HIDDEN_VIEWS,
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
 
 
 def tag(node: fx.Node) -> OpTag:
@@ -72,6 +83,19 @@ def has_effect(node: fx.Node) -> bool:
     return is_collective(node) or is_random(node) or found.is_mutable or not found.returns
 
 
+def keeps_order(node: fx.Node) -> bool:
+    """Whether the op must run in trace order with others of its kind: draws, writes, collectives, unknown effects.
+
+    Waits and torch's own assertions need no order.
+    """
+    found = schema(node)
+    if found is None or is_wait(node):
+        return False
+    target: Any = node.target
+    unknown = not found.returns and target.namespace != "aten"
+    return is_collective(node) or is_random(node) or found.is_mutable or unknown
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether the op computes a number from sizes or numbers only; no tensor data is read."""
     if not is_op(node) or isinstance(node.meta.get("val"), torch.Tensor):
@@ -112,6 +136,12 @@ def storage_root(node: fx.Node) -> fx.Node:
     """The op or input that allocated the storage of this node's result, waits and views looked through."""
     base = view_base(node)
     return node if base is None else storage_root(base)
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Whether this node's result has all elements of its storage, each once: it is no slice and no expanded tensor."""
+    base = view_base(node)
+    return base is None or (node.target in WHOLE_VIEWS and is_whole(base))
 
 
 def ancestors(starts: list[fx.Node], within: set[fx.Node]) -> set[fx.Node]:

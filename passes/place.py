@@ -3,9 +3,11 @@
 An op's *earliest* stage is the maximum over its inputs of the same phase, over the gates crossed on the way, and over
 the entry of its own physical layer. Its *latest* stage comes from its readers. Ops with room between the two:
 - ops that need no tangent (B) or only parameters and batch (F) go to their first reader;
-- other ops move later only within their layer, where fewer bytes cross the stages for it, and if they are no real work;
-- random draws keep their order and are never moved.
+- other ops move later only within their layer, where less crosses the stages for it, and if they are no real work;
+- random draws, collectives that are no exchange and other effects keep their order and are never moved.
 Launches stand at their exchange's gate.
+
+No decision depends on the length of a dimension, which may differ between ranks: plans must not.
 """
 
 from __future__ import annotations
@@ -19,30 +21,29 @@ from fxoverlap.errors import UnsupportedError
 from fxoverlap.ir import InputKind, JointGraph, Phase
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.chain import Chain
-from fxoverlap.passes.sizes import Sizes
 
 Placement = dict[fx.Node, int]
 """The stage of each op of one phase, as a position in its chain."""
 
 
-def place_forward(joint: JointGraph, chain: Chain, sizes: Sizes) -> Placement:
+def place_forward(joint: JointGraph, chain: Chain) -> Placement:
     """Place the F ops."""
     nodes = phase_ops(joint, Phase.F)
     gates = _launch_gates(joint, chain)
     outside = _after_last_layer(nodes, joint)
     stage = _earliest(nodes, chain, gates, dict.fromkeys(outside, chain.last))
-    _sink(nodes, stage, chain, gates, joint, sizes)
+    _sink(nodes, stage, chain, gates, joint)
     return stage
 
 
-def place_backward(joint: JointGraph, chain: Chain, forward: Placement, sizes: Sizes) -> Placement:
+def place_backward(joint: JointGraph, chain: Chain, forward: Placement) -> Placement:
     """Place the B ops (W is split off later)."""
     nodes = phase_ops(joint, Phase.B)
     gates = _launch_gates(joint, chain)
     before = _fqns_before_layers(joint, forward)
     entry = {node: chain.last for node in nodes if op_facts.tag(node).fqn in before}
     stage = _earliest(nodes, chain, gates, entry)
-    _sink(nodes, stage, chain, gates, joint, sizes)
+    _sink(nodes, stage, chain, gates, joint)
     return stage
 
 
@@ -64,7 +65,7 @@ def _launch_gates(joint: JointGraph, chain: Chain) -> dict[fx.Node, int]:
 
 def _earliest(nodes: list[fx.Node], chain: Chain, gates: dict[fx.Node, int], entry: Placement) -> Placement:
     stage: Placement = {}
-    last_draw = 0
+    last_effect = 0
     for node in nodes:
         layer = op_facts.tag(node).layer
         found = entry.get(node, 0) if layer is None else chain.entry[layer]
@@ -73,10 +74,10 @@ def _earliest(nodes: list[fx.Node], chain: Chain, gates: dict[fx.Node, int], ent
                 found = max(found, stage[source] + (source in gates))
         if node in gates:
             found = _at_gate(node, found, gates[node], chain)
-        if node.target is operator.getitem and node.args[0] in stage:
+        elif node.target is operator.getitem and node.args[0] in stage:
             found = stage[node.args[0]]  # type: ignore[index]
-        if op_facts.is_random(node):
-            found = last_draw = max(found, last_draw)
+        elif op_facts.keeps_order(node):
+            found = last_effect = max(found, last_effect)
         stage[node] = found
     return stage
 
@@ -111,9 +112,7 @@ def _fqns_before_layers(joint: JointGraph, forward: Placement) -> set[str]:
     return before - later
 
 
-def _sink(
-    nodes: list[fx.Node], stage: Placement, chain: Chain, gates: dict[fx.Node, int], joint: JointGraph, sizes: Sizes
-) -> None:
+def _sink(nodes: list[fx.Node], stage: Placement, chain: Chain, gates: dict[fx.Node, int], joint: JointGraph) -> None:
     """Move ops that have room to a later stage, last op first."""
     free = _free(nodes, joint)
     for node in reversed(nodes):
@@ -125,7 +124,7 @@ def _sink(
         if node not in free:
             layer = op_facts.tag(node).layer
             latest = min(latest, stage[node] if layer is None else chain.exit(layer))
-            if op_facts.is_heavy(node) or not _fewer_bytes(node, latest, stage, chain.phase, sizes):
+            if op_facts.is_heavy(node) or not _less_crosses(node, latest, stage, chain.phase):
                 continue
         if latest > stage[node]:
             for member in group:
@@ -163,14 +162,28 @@ def _comes_from(node: fx.Node, inputs: set[str]) -> bool:
     return any(_comes_from(source, inputs) for source in node.all_input_nodes)
 
 
-def _fewer_bytes(node: fx.Node, latest: int, stage: Placement, phase: Phase, sizes: Sizes) -> bool:
-    """Whether fewer bytes cross the stages in between if `node` runs at `latest`."""
-    prolonged = 0
+def _less_crosses(node: fx.Node, latest: int, stage: Placement, phase: Phase) -> bool:
+    """Whether less crosses the stages in between if `node` runs at `latest`, whatever the lengths of dimensions are.
+
+    A tensor with fewer dimensions is less; of tensors with equally many, the bytes of an element decide.
+    """
+    value = node.meta.get("val")
+    prolonged = []
     for source in node.all_input_nodes:
         root = op_facts.storage_root(source)
-        if root.op == "call_function" and not _is_read_from(root, latest, node, stage, phase):
-            prolonged += sizes.of(root)
-    return prolonged < sizes.of(node)
+        if op_facts.is_op(root) and not _is_read_from(root, latest, node, stage, phase):
+            prolonged.append(source)
+    if not prolonged:
+        return isinstance(value, (torch.Tensor, tuple, list))
+    sources = [source.meta.get("val") for source in prolonged]
+    if not all(op_facts.is_whole(source) for source in prolonged) or not isinstance(value, torch.Tensor):
+        return False
+    bytes_of_element = 0
+    for each in sources:
+        if not isinstance(each, torch.Tensor) or each.dim() > value.dim():
+            return False
+        bytes_of_element += each.element_size() if each.dim() == value.dim() else 0
+    return bytes_of_element < value.element_size()
 
 
 def _is_read_from(root: fx.Node, latest: int, besides: fx.Node, stage: Placement, phase: Phase) -> bool:
