@@ -93,6 +93,24 @@ def test_grouped_mm_padding_is_never_read() -> None:
     assert all(t.isfinite().all() for t in (out, *grads))
 
 
+@pytest.mark.parametrize("act", [torch.relu, nn.functional.silu, torch.exp, torch.sigmoid])
+def test_b77_padding_rows_of_nan_change_nothing(act: Callable[[Tensor], Tensor]) -> None:
+    """5 rows used of 8, the rest NaN: results and gradients are finite, and those of the 5 rows alone."""
+    found = []
+    for rows in (5, 8):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.full((rows, 16), torch.nan)  # full vectors, whose bits do not depend on the rows
+        x[:5] = torch.randn(5, 16, generator=generator)
+        w = [torch.randn(3, 16, 16, generator=generator).requires_grad_() for _ in range(2)]
+        x.requires_grad_()
+        group_rows = torch.tensor([2, 0, 3])
+        out = ops.grouped_mm(act(ops.grouped_mm(x, w[0], group_rows)), w[1], group_rows)
+        out[:5].square().sum().backward()
+        assert all(t.isfinite().all() for t in (out, x.grad, w[0].grad, w[1].grad))
+        found.append((out[:5], x.grad[:5], w[0].grad, w[1].grad))
+    assert all(map(torch.equal, *found))
+
+
 def test_grouped_mm_without_rows_or_groups() -> None:
     _, w, _ = operands([0, 0, 0])
     x = torch.empty(0, 4, dtype=torch.float64, requires_grad=True)

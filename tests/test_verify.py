@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
-from toys import RawModel, batches, differences, eager_step, toy
+from toys import RandomOrder, RawModel, batches, differences, eager_step, toy
 
 import fxoverlap as fxo
 from fxoverlap.errors import VerifyError
@@ -403,31 +402,6 @@ def test_plans_of_functional_collectives_are_accepted(group: dist.ProcessGroup) 
     """With list splits, and without layer labels. `plan` verifies what it builds."""
     overlapped = fxo.transform(RawModel(group, blocks=1, name="blocks"), example_inputs=batches(1)[0])
     assert sum(i.node.lane is Lane.COMM for i in overlapped.plan("FB").order) == 5
-
-
-class RandomOrder:
-    """A policy: any order in which every value is made before it is read and effects keep theirs."""
-
-    def __init__(self) -> None:
-        self.random = random.Random(0)
-
-    def __call__(self, f: ChunkGraph | None, b: ChunkGraph | None, costs: Any, config: Any) -> list[tuple]:
-        left = [(n, "F") for n in f.nodes if n.phase is Phase.F] if f else []
-        left += [(n, "B") for n in b.nodes if n.phase is not Phase.F] if b else []
-        effects = [(mb, edge) for mb, each in (("F", f), ("B", b)) if each for edge in each.effects]
-        order = []
-        while left:
-            made_later = {(mb, value) for node, mb in left for value in node.writes}
-            waiting = {(mb, node.name) for node, mb in left}
-            held = {(mb, later) for mb, (earlier, later) in effects if (mb, earlier) in waiting}
-            ready = [
-                (node, mb)
-                for node, mb in left
-                if (mb, node.name) not in held and not any((mb, value) in made_later for value in node.reads)
-            ]
-            order.append(self.random.choice(ready))
-            left.remove(order[-1])
-        return order
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 import fxoverlap as fxo
+from fxoverlap.ir import Phase
 from fxoverlap.microbatch import as_microbatch
 from fxoverlap.models import HybridModel
 
@@ -148,3 +150,28 @@ class RawModel(nn.Module):
         for block in getattr(self, self.name):
             x = block(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class RandomOrder:
+    """A policy: any order in which every value is made before it is read and effects keep theirs."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def __call__(self, f: Any, b: Any, costs: Any, config: Any) -> list[tuple]:
+        left = [(n, "F") for n in f.nodes if n.phase is Phase.F] if f else []
+        left += [(n, "B") for n in b.nodes if n.phase is not Phase.F] if b else []
+        effects = [(mb, edge) for mb, each in (("F", f), ("B", b)) if each for edge in each.effects]
+        order = []
+        while left:
+            made_later = {(mb, value) for node, mb in left for value in node.writes}
+            waiting = {(mb, node.name) for node, mb in left}
+            held = {(mb, later) for mb, (earlier, later) in effects if (mb, earlier) in waiting}
+            ready = [
+                (node, mb)
+                for node, mb in left
+                if (mb, node.name) not in held and not any((mb, value) in made_later for value in node.reads)
+            ]
+            order.append(self.random.choice(ready))
+            left.remove(order[-1])
+        return order
