@@ -400,3 +400,11 @@ def is_connection_error(error: BaseException) -> bool:
 def is_overload(target: Any) -> bool:
     """Whether the target of an FX node is an ATen or custom operator, and not a Python function."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def written_bases(node: fx.Node) -> list[fx.Node]:
+    """What a custom op that writes to its arguments writes to, as it stands in a functional graph; else nothing."""
+    if node.target is not torch.ops.higher_order.auto_functionalized_v2:
+        return []
+    bases: Any = node.kwargs["_all_bases"]
+    return [base for base in bases if isinstance(base, fx.Node)]

@@ -79,8 +79,20 @@ def has_effect(node: fx.Node) -> bool:
     """Whether the op must stay although nothing reads it: collectives, draws, writes, assertions."""
     found = schema(node)
     if found is None:
-        return False
+        return writes_input(node)
     return is_collective(node) or is_random(node) or found.is_mutable or not found.returns
+
+
+def writes_input(node: fx.Node) -> bool:
+    """Whether a custom op writes to an input of the graph, such as a buffer, or to what another such op has written."""
+
+    def is_input(base: fx.Node) -> bool:
+        root = storage_root(base)
+        if root.target is operator.getitem:
+            return writes_input(root.args[0])  # type: ignore[arg-type]
+        return not is_op(root)
+
+    return any(map(is_input, compat.written_bases(node)))
 
 
 def keeps_order(node: fx.Node) -> bool:
@@ -90,7 +102,7 @@ def keeps_order(node: fx.Node) -> bool:
     """
     found = schema(node)
     if found is None or is_wait(node):
-        return False
+        return writes_input(node)
     target: Any = node.target
     unknown = not found.returns and target.namespace != "aten"
     return is_collective(node) or is_random(node) or found.is_mutable or unknown

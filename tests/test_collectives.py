@@ -37,7 +37,7 @@ from toys import RandomOrder, batches, differences, eager_step, same_bits, toy
 
 import fxoverlap as fxo
 from fxoverlap import compat
-from fxoverlap.ir import Lane
+from fxoverlap.ir import Lane, Plan
 from fxoverlap.launch import launch
 from fxoverlap.passes import op_facts
 from fxoverlap.schedule.policies import auto, megatron, sequential
@@ -78,6 +78,18 @@ class Chosen:
         return self.policy(*args)
 
 
+def in_trace_order(plan: Plan) -> bool:
+    """Whether what has an effect and is no exchange runs in trace order within each microbatch."""
+    for mb, chunk in (("F", plan.forward), ("B", plan.backward)):
+        graph = chunk.joint.module.graph
+        launches = {name for exchange in chunk.joint.exchanges for name in exchange.launches}
+        effects = [n.name for n in graph.nodes if op_facts.keeps_order(n) and n.name not in launches]
+        ran = [op for i in plan.order if i.mb == mb for op in i.node.ops if op in effects]
+        if not ran or ran != [name for name in effects if name in ran]:
+            return False
+    return True
+
+
 def compare(model: nn.Module, given: list[tuple], policies: dict[str, Any] | None = None) -> dict[str, Any]:
     """A step beside eager, by policy if any are given: what differs, which collectives ran, the plan and the graph."""
     eager, chosen = copy.deepcopy(model), Chosen()
@@ -104,6 +116,7 @@ def compare(model: nn.Module, given: list[tuple], policies: dict[str, Any] | Non
             "waits": ours.waits,
             "plan": (str(overlapped.plan("FB")), overlapped.golden()),
             "graph": ([node.name for node in fused.graph.nodes], [str(op.target) for op in order]),
+            "in order": in_trace_order(overlapped.plan("FB")),
             "losses": [loss.item() for loss in found],
         }
     return results if policies else results[""]
@@ -202,6 +215,13 @@ def test_b60_b62_each_collective_runs_once_a_microbatch_in_one_order(found: list
     assert first["ours"] == second["ours"]
     launches = [each for each in first["ours"] if not each.startswith("fxoverlap_tests")]
     assert first["waits"] == second["waits"] == len(launches) > 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_collectives_beside_the_exchanges_keep_trace_order(found: list[dict[str, Any]], name: str) -> None:
+    assert [each[name]["in order"] for each in found] == [True, True]
+    if name == "sequential":
+        assert found[0][name]["ours"] == found[0][name]["eager"], "nothing overlaps, so it is the order of eager"
 
 
 def test_b76_all_tokens_go_to_rank_0(found: list[dict[str, Any]]) -> None:

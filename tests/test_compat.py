@@ -178,6 +178,24 @@ def test_unread_collectives_and_ops_without_results_stay(group: dist.ProcessGrou
     assert fx.Node.is_impure is before
 
 
+def test_what_a_custom_op_writes_to_is_known() -> None:
+    class Counts(Loss):
+        def __init__(self) -> None:
+            super().__init__(lambda x: x * 2)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.ops.fxoverlap_tests.bump(self.count)
+            return super().forward(x)
+
+    with torch.library._scoped_library("fxoverlap_tests", "FRAGMENT") as library:
+        library.define("bump(Tensor(a!) x) -> ()")
+        library.impl("bump", lambda x: None, "CompositeExplicitAutograd")
+        graph = export(Counts(), torch.randn(3, requires_grad=True)).graph
+    written = [base for node in graph.nodes for base in compat.written_bases(node)]
+    assert [compat.input_descriptor(base) for base in written] == [("buffer", "count")]
+
+
 def test_collectives_in_place_are_found(group: dist.ProcessGroup) -> None:
     def loss(x: Tensor) -> Tensor:
         dist.all_reduce(x.detach().clone(), group=group)
