@@ -29,6 +29,7 @@ from collective_models import (
     counts,
     other_all_to_all,
     seeded,
+    tensor_parallel,
     unread,
 )
 from torch import Tensor, nn
@@ -37,9 +38,14 @@ from toys import RandomOrder, batches, differences, eager_step, same_bits, toy
 
 import fxoverlap as fxo
 from fxoverlap import compat
+from fxoverlap.capture import capture
 from fxoverlap.ir import Lane, Plan
 from fxoverlap.launch import launch
+from fxoverlap.microbatch import as_microbatch
 from fxoverlap.passes import op_facts
+from fxoverlap.passes.chain import backward_chain, forward_chain
+from fxoverlap.passes.place import place_backward, place_forward
+from fxoverlap.pipeline import JOINT_PASSES
 from fxoverlap.schedule.policies import auto, megatron, sequential
 
 NAMESPACES = ("_c10d_functional", "fxoverlap_tests")
@@ -262,6 +268,28 @@ def test_integers_that_travel_with_tokens_are_no_counts(group: dist.ProcessGroup
     found = {i.node.name: len(i.node.ops) for i in overlapped.plan("FB").order if i.node.lane is Lane.COMM}
     expected = {"counts.F": 1, "dispatch.F": 3, "combine.F": 1, "combine.B": 1, "dispatch.B": 2}
     assert found == {f"L0.{name}": launches for name, launches in expected.items()}
+
+
+def placed(model: nn.Module, tokens: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The stage of each op, forward and backward."""
+    joint = capture(model, as_microbatch(batches(1, tokens=tokens)[0]), fxo.OverlapConfig()).joint
+    for each in JOINT_PASSES:
+        joint = each(joint, fxo.OverlapConfig())
+    chain = forward_chain(joint)
+    forward = place_forward(joint, chain)
+    backward = place_backward(joint, backward_chain(chain), forward)
+    return tuple({node.name: stage for node, stage in each.items()} for each in (forward, backward))
+
+
+def test_b63_placement_does_not_depend_on_lengths(group: dist.ProcessGroup) -> None:
+    model = seeded(lambda: Net(Gram(16, 4, group)))
+    assert placed(model, 4) == placed(model, 64)
+
+
+def test_collectives_beside_the_exchanges_are_ordered_by_edges(group: dist.ProcessGroup) -> None:
+    net = seeded(lambda: Net(Aux(counts, group), MoE(group), Aux(tensor_parallel, group)))
+    chunk = fxo.transform(net, example_inputs=batches(1)[0]).plan("FB").forward
+    assert chunk.effects == (("L0.pre_dispatch.F", "L1.pre_dispatch.F"), ("L1.pre_dispatch.F", "L1.pre_dispatch.B"))
 
 
 def all_to_all_in_place(m: Aux, x: Tensor) -> Tensor:
