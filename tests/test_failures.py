@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from toys import batches, differences, eager_step, same_bits, toy, train_both
 
@@ -90,7 +91,7 @@ class Trip(torch.autograd.Function):
 
 
 class Tripping(nn.Module):
-    """The toy with a trip behind the first layer."""
+    """The toy with a trip behind one layer, and a collective beside the exchanges that all ranks take part in."""
 
     def __init__(self, group: dist.ProcessGroup | None, pattern: str = "[*E][*E]", layer: int = 1) -> None:
         super().__init__()
@@ -101,8 +102,11 @@ class Tripping(nn.Module):
             )
         )
 
+        self.group = None if group is None else group.group_name
+
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.model(tokens, targets)
+        loss = self.model(tokens, targets)
+        return loss if self.group is None else loss + funcol.all_reduce(loss.detach(), "sum", self.group)
 
 
 def tripping(group: dist.ProcessGroup | None, pattern: str = "[*E][*E]", layer: int = 1) -> fxo.OverlappedModel:
@@ -226,9 +230,9 @@ def fail_together(rank: int) -> dict[str, Any]:
     return found
 
 
-def fail_alone(rank: int, phase: str, odd: int) -> dict[str, Any]:
+def fail_alone(rank: int, phase: str, odd: int, layer: int) -> dict[str, Any]:
     """One rank fails in the middle of a step."""
-    overlapped = tripping(dist.group.WORLD)
+    overlapped = tripping(dist.group.WORLD, layer=layer)
     is_right(overlapped, rank)
     overlapped.zero_grad()
     arm("value_error" if rank == odd else None, phase, calls=2)
@@ -253,7 +257,8 @@ def fail_in_the_end(rank: int) -> dict[str, Any]:
 
 
 def several(rank: int) -> dict[str, Any]:
-    alone = {f"alone {phase}": fail_alone(rank, phase, odd=dist.get_world_size() - 1) for phase in ("F", "B")}
+    odd = dist.get_world_size() - 1
+    alone = {f"alone {phase} {layer}": fail_alone(rank, phase, odd, layer) for phase in ("F", "B") for layer in (1, 3)}
     return {"together": fail_together(rank), "end": fail_in_the_end(rank), **alone}
 
 
@@ -273,9 +278,9 @@ def test_ranks_that_fail_together_go_on_together(ranks: list[dict[str, Any]], ph
 
 def test_rank_that_fails_alone_is_named_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     odd = len(ranks) - 1
-    for phase in ("F", "B"):
+    for case in ("F 1", "B 1", "F 3", "B 3"):
         for rank, each in enumerate(ranks):
-            found = each[f"alone {phase}"]
+            found = each[f"alone {case}"]
             text = found["step"]["text"]
             assert text.startswith("StepError: Node L") and "ValueError: a bad value" in text
             assert (f"rank {odd} failed" in text) == (rank != odd)
