@@ -23,7 +23,7 @@ from fxoverlap.passes import op_facts
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
 from fxoverlap.runtime import Fingerprint, Layout, Program, lower
 from fxoverlap.schedule import build_plan
-from fxoverlap.variants import Key, ambient_key, microbatch_key, model_key
+from fxoverlap.variants import STRUCTURE, Key, around_key, microbatch_key
 
 KINDS = ("F", "FB", "B")
 
@@ -85,18 +85,20 @@ class Planner:
 
         Raises CaptureError, UnsupportedError.
         """
-        around = (model_key(self._model), ambient_key())
+        around = around_key(self._model)
         return [self._variant(leaves, each, around) for leaves, each in zip(parts, given, strict=True)]
 
     def _variant(self, leaves: Leaves, microbatch: Microbatch, around: Key) -> Variant:
         check_leaves(leaves)
-        key = (microbatch_key(leaves), *around)
-        if key not in self._variants:
-            limit = 1 if self._config.dynamic is False else self._config.max_variants
-            if len(self._variants) >= limit:
-                raise UnsupportedError(_too_many(self._config, list(self._variants), leaves))
-            self._variants[key] = self._capture(microbatch)
-        return self._variants[key]
+        now = Key({**microbatch_key(leaves), **around.entries}, around.tensors)
+        for key, variant in self._variants.items():
+            if key.fits(now, [each for each in variant.constants.values() if isinstance(each, torch.Tensor)]):
+                return variant
+        limit = 1 if self._config.dynamic is False else self._config.max_variants
+        if len(self._variants) >= limit:
+            raise UnsupportedError(_too_many(self._config, list(self._variants), now, leaves))
+        self._variants[now] = self._capture(microbatch)
+        return self._variants[now]
 
     def built(self, f: Variant | None, b: Variant | None) -> Built:
         """The program in which the forward of `f` and the backward of `b` run."""
@@ -229,20 +231,18 @@ def _stable(value: Any) -> str:
     return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
 
-def _too_many(config: OverlapConfig, variants: list[Key], leaves: Leaves) -> str:
-    """Name the leaf that varies, and what was seen of it."""
+def _too_many(config: OverlapConfig, variants: list[Key], now: Key, leaves: Leaves) -> str:
+    """Name what varies, and what was seen of it."""
     allowed = 'dynamic="auto"' if config.dynamic is False else "a larger max_variants"
     known = f"step: {len(variants)} variants are captured already"
-    spec, now = microbatch_key(leaves)
-    alike = [key[0][1] for key in variants if key[0][0] == spec]
-    for i, path in enumerate(leaves.paths):
-        seen = list(dict.fromkeys(str(leaf[i]) for leaf in alike))
-        if seen and str(now[i]) not in seen:
-            return (
-                f"{known}, and {path} varies: seen {', '.join(seen)}; now {now[i]}. Pad microbatches to few sizes "
-                f"(bucketing), or set {allowed} in OverlapConfig."
-            )
-    return (
-        f"{known}, and the structure of the microbatch, the parameters or modes of the model, or autocast differ "
-        f"from all of them. Keep them fixed, or set {allowed} in OverlapConfig."
-    )
+    alike = [key.entries for key in variants if key.entries[STRUCTURE] == leaves.spec] or [variants[-1].entries]
+    names = list(dict.fromkeys(name for entries in (now.entries, *alike) for name in entries))
+    values = {name: [entries.get(name) for entries in alike] for name in names}
+    # What was never seen before; else each value was seen, but not all of them together, or a tensor was replaced.
+    changed = [name for name in names if now.entries.get(name) not in values[name]]
+    changed = changed or [name for name in names if now.entries.get(name) != values[name][-1]]
+    name = changed[0] if changed else "a tensor that a module holds and has not registered"
+    seen = dict.fromkeys(map(str, values.get(name, ())))
+    found = f"{name} varies" + (f": seen {', '.join(seen)}; now {now.entries.get(name)}" if seen else "")
+    remedy = "Pad microbatches to few sizes (bucketing)" if name in leaves.paths else "Keep it fixed"
+    return f"{known}, and {found}. {remedy}, or set {allowed} in OverlapConfig."

@@ -1,55 +1,131 @@
 """When a captured graph may be used again: the variant key.
 
-A capture bakes in what Python decided while tracing. The key holds all of it: structure and Python leaves of the
-microbatch, shapes, strides, dtypes and requires_grad of its tensors, the model's parameters and their requires_grad,
-train/eval modes and other plain attributes of its modules, and the ambient autocast, default dtype and determinism.
+A capture bakes in what Python decided while tracing. The key holds all of it by name: structure and Python leaves of
+the microbatch, shapes, strides, dtypes and requires_grad of its tensors, the model's parameters, buffers and their
+requires_grad, train/eval modes, hooks and other plain attributes of its modules, and the ambient settings of torch.
+Tensors that are plain attributes count only where the graph holds them: forward may leave a new one at every call.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxoverlap import compat
 from fxoverlap.microbatch import Leaves
 
-Key = tuple[Any, ...]
+STRUCTURE = "the structure of the microbatch"
+
+_LONGEST = 256
+"""Containers with more entries are compared by their length: they hold data, and reading them takes time."""
 
 
-def leaf_key(value: Any) -> Any:
-    """What of one microbatch leaf a capture depends on."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Key:
+    """What a capture depends on.
+
+    Attributes:
+        entries: name, such as `args[0]` or `attribute layers.0.training`, -> what is compared.
+        tensors: name -> tensor, for the tensors that modules hold without having registered them.
+    """
+
+    entries: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+    def fits(self, now: Key, constants: Iterable[torch.Tensor]) -> bool:
+        """Whether a capture with this key, whose graph holds these constants, is right for what there is now."""
+        if self.entries != now.entries:
+            return False
+        held = {compat.storage_id(constant) for constant in constants}
+        read = {name: value for name, value in self.tensors.items() if compat.storage_id(value) in held}
+        return all(now.tensors.get(name) is value for name, value in read.items())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """An object that equals itself only. It is held, so that no other one gets its address."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        name = getattr(self.value, "__qualname__", type(self.value).__qualname__)
+        return f"{name} at {id(self.value):#x}"
+
+
+def around_key(model: nn.Module) -> Key:
+    """What of the model and the surroundings a capture depends on."""
+    entries: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, param in model.named_parameters():
+        entries[f"parameter {name}"] = (_Same(param), param.requires_grad, *_layout(param))
+    for name, buffer in model.named_buffers():
+        entries[f"buffer {name}"] = (_Same(buffer), *_layout(buffer))
+    for fqn, module in model.named_modules():
+        entries[f"type of module {fqn!r}"] = type(module)
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            for path, leaf in _leaves(f"attribute {fqn}.{attribute}" if fqn else f"attribute {attribute}", value):
+                if isinstance(leaf, torch.Tensor):
+                    tensors[path] = leaf
+                elif callable(leaf) or isinstance(leaf, torch.Generator):
+                    entries[path] = _Same(leaf)
+                elif isinstance(leaf, (bool, int, float, complex, str, type(None), torch.dtype, torch.device)):
+                    entries[path] = repr(leaf)
+    return Key(entries | _ambient(), tensors)
+
+
+def microbatch_key(leaves: Leaves) -> dict[str, Any]:
+    """What of a microbatch a capture depends on, by the paths of its leaves."""
+    paths = zip(leaves.paths, leaves.values, strict=True)
+    return {STRUCTURE: leaves.spec} | {path: _leaf_key(value) for path, value in paths}
+
+
+def _leaf_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return ("tensor", tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad)
+        return ("tensor", *_layout(value), value.device.type, value.requires_grad)
     # repr tells True from 1 and 1.0 from 1, which compare equal.
     return (type(value).__qualname__, repr(value))
 
 
-def model_key(model: nn.Module) -> Key:
-    """What of the model a capture depends on."""
-    params = tuple((name, id(p), p.requires_grad, tuple(p.shape), p.dtype) for name, p in model.named_parameters())
-    buffers = tuple((name, id(b), tuple(b.shape), b.dtype) for name, b in model.named_buffers())
-    attributes = tuple((type(module), _baked_in(module)) for module in model.modules())
-    return params, buffers, attributes
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _baked_in(module: nn.Module) -> Key:
-    """The plain attributes of a module, its mode included, and the identities of tensors that are not registered."""
-    found = []
-    for name, value in vars(module).items():
-        if isinstance(value, (bool, int, float, str, type(None))):
-            found.append((name, repr(value)))
-        elif isinstance(value, torch.Tensor):
-            found.append((name, str(id(value))))
-    return tuple(found)
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value, or the contents of plain containers, with paths; containers that are long give their length."""
+    if type(value) not in (list, tuple, dict, OrderedDict, set, frozenset):
+        yield path, value
+    elif len(value) > _LONGEST:
+        yield f"length of {path}", len(value)
+    elif isinstance(value, (set, frozenset)):
+        yield path, str(sorted(map(repr, value)))
+    else:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(f"{path}[{key!r}]", each)
 
 
-def ambient_key() -> Key:
-    """What of the surroundings a capture depends on."""
-    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
-    return autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
-
-
-def microbatch_key(leaves: Leaves) -> Key:
-    """What of a microbatch a capture depends on."""
-    return leaves.spec, tuple(leaf_key(value) for value in leaves.values)
+def _ambient() -> dict[str, Any]:
+    """The settings of torch that a trace depends on."""
+    kernels = torch.backends.cuda
+    return {
+        "autocast": (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ),
+        "the default dtype": torch.get_default_dtype(),
+        "the use of deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "the kernels for attention": (kernels.flash_sdp_enabled(), kernels.math_sdp_enabled()),
+    }

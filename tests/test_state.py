@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import batches, eager_step, toy, train_both
+from toys import Made, batches, eager_step, rows, toy, train_both
 
 import fxoverlap as fxo
-
-
-class Made(nn.Module):
-    """A linear layer, a buffer, and a loss made of them by a function of the module and the input."""
-
-    def __init__(self, loss: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-        self.p = nn.Parameter(torch.ones(()))
-        self.register_buffer("mean", torch.ones(4))
-        self.factor = 2.0
-        self.loss = loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self, x)
-
-
-def inputs(step: int) -> list[tuple[Tensor]]:
-    generator = torch.Generator().manual_seed(step)
-    return [(torch.randn(3, 4, generator=generator),) for _ in range(3)]
 
 
 def ema_read_by_backward(m: Made, x: Tensor) -> Tensor:
@@ -48,11 +26,11 @@ def old_value_read_by_backward(m: Made, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [ema_read_by_backward, old_value_read_by_backward])
 def test_buffers_that_forward_writes_and_backward_reads(loss) -> None:
-    assert train_both(Made(loss), inputs) == []
+    assert train_both(Made(loss), rows) == []
 
 
 def test_gradient_that_is_the_tangent_itself_is_delivered() -> None:
-    assert train_both(Made(lambda m, x: m.linear(x).sum() + m.p), inputs) == []
+    assert train_both(Made(lambda m, x: m.linear(x).sum() + m.p), rows) == []
 
 
 def test_plain_attribute_belongs_to_the_variant() -> None:
@@ -60,7 +38,7 @@ def test_plain_attribute_belongs_to_the_variant() -> None:
     overlapped = fxo.transform(model)
     for factor in (2.0, 3.0):
         model.factor = factor
-        assert torch.equal(overlapped.step(inputs(0)).losses[0], model(*inputs(0)[0]).detach())
+        assert torch.equal(overlapped.step(rows(0)).losses[0], model(*rows(0)[0]).detach())
     assert overlapped.report().variants == 2
 
 
@@ -79,9 +57,9 @@ def trained_buffer() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "microbatch", "words"),
     [
-        (hidden_parameter, inputs(0)[0], "no registered parameter.*nn.ParameterList"),
-        (trained_buffer, inputs(0)[0], "Buffer mean requires a gradient"),
-        (lambda: Made(lambda m, x: m.linear(x.add_(1.0)).sum()), inputs(0)[0], r"writes in place to args\[0\]"),
+        (hidden_parameter, rows(0)[0], "no registered parameter.*nn.ParameterList"),
+        (trained_buffer, rows(0)[0], "Buffer mean requires a gradient"),
+        (lambda: Made(lambda m, x: m.linear(x.add_(1.0)).sum()), rows(0)[0], r"writes in place to args\[0\]"),
         (lambda: Made(lambda m, x: m.linear(x).sum()), (torch.ones(3, 4).to_sparse(),), r"args\[0\] is .*dense"),
         (
             lambda: Made(lambda m, x: m.linear(x).sum()),

@@ -106,6 +106,32 @@ def train_both(
     return found + [f"after the last step: {each}" for each in differences(eager, model)]
 
 
+class Made(nn.Module):
+    """A linear layer, a scalar parameter, a buffer, and a loss made of them by a function of the module and the input.
+
+    `more` are attributes to set: parameters, modules, or plain values.
+    """
+
+    def __init__(self, loss: Callable[..., Any], **more: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.p = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.ones(4))
+        for name, value in more.items():
+            setattr(self, name, value)
+        self.loss = loss
+
+    def forward(self, *args: Any) -> Any:
+        return self.loss(self, *args)
+
+
+def rows(step: int, count: int = 3, size: int = 3) -> list[tuple[torch.Tensor]]:
+    """`count` microbatches of `size` rows for `Made`."""
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randn(size, 4, generator=generator),) for _ in range(count)]
+
+
 class RawMoE(nn.Module):
     """A residual MoE block on functional collectives with list splits, as other people's models have it."""
 
