@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from fxoverlap import compat
+from fxoverlap.aside import Before, RefuseHiddenWrites, draws_kept, restored
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import CaptureError, UnsupportedError
 from fxoverlap.ir import META, GraphInput, InputKind, JointGraph, OpTag, Phase
@@ -80,17 +82,19 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     _check_signature(model, microbatch)
     parts = flatten(microbatch)
     leaves = tuple(i for i, value in enumerate(parts.values) if isinstance(value, torch.Tensor))
-    chunk = _Chunk(model, parts.values, parts.spec, leaves)
     mode = compat.new_fake_mode()
     fakes = tuple(compat.fake_like(mode, parts.values[i]) for i in leaves)
     place = _Place()
     with contextlib.ExitStack() as stack:
-        assigned = stack.enter_context(_restored(model))
+        # First, so that the annotations are among what is restored before forward is traced a second time.
         stack.enter_context(_annotated(model, place))
+        before = stack.enter_context(restored(model))
         stack.enter_context(compat.checkpoint_replaced(_refuse_checkpoint))
         autocast = stack.enter_context(compat.autocast_seen())
+        chunk = _Chunk(model, parts.values, parts.spec, leaves, before)
         try:
-            module = compat.export_joint(chunk, fakes, mode)
+            with torch.enable_grad():
+                module = compat.export_joint(chunk, fakes, mode)
         except UnsupportedError as error:
             raise UnsupportedError(f"{error} (Module {place.fqn!r}.)" if place.fqn else str(error)) from error
         except Exception as error:
@@ -100,7 +104,10 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
     _refuse_weights_cast_twice(joint, autocast)
     _refuse_hidden_state(joint, chunk)
-    return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, tuple(assigned))
+    _refuse_carried_state(joint, before)
+    _refuse_sparse_gradients(joint)
+    assigned = tuple(before.changed)
+    return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, assigned)
 
 
 def _check_signature(model: nn.Module, microbatch: Microbatch) -> None:
@@ -117,7 +124,11 @@ def _check_signature(model: nn.Module, microbatch: Microbatch) -> None:
 
 
 def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> None:
-    """Raise UnsupportedError for hooks (unless traced), sparse gradients, tensor subclasses, accelerators."""
+    """Raise UnsupportedError for lazy modules, hooks (unless traced), sparse tensors, subclasses, accelerators."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for fqn, tensor in tensors:
+        if is_lazy(tensor):
+            raise UnsupportedError(f"{fqn} is not initialized. Call the model once before it is transformed.")
     for fqn, module in model.named_modules():
         if config.hooks == "refuse" and compat.has_hooks(module):
             raise UnsupportedError(
@@ -129,18 +140,23 @@ def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> Non
                 f"Module {fqn or type(module).__name__!r} makes sparse gradients, which cannot be scheduled. "
                 f"Use sparse=False."
             )
-    tensors = [*model.named_parameters(), *model.named_buffers()]
     for fqn, buffer in model.named_buffers():
         if buffer.requires_grad:
             raise UnsupportedError(
                 f"Buffer {fqn} requires a gradient, which a step could not deliver. Register it as a parameter."
             )
     for fqn, tensor in tensors:
+        if tensor.is_inference():
+            raise UnsupportedError(
+                f"{fqn} was made in torch.inference_mode, so that autograd cannot use it. Make the model outside."
+            )
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise UnsupportedError(
                 f"{fqn} is a {type(tensor).__name__}; only plain tensors can be transformed so far. "
                 f"Transform the model before it is wrapped."
             )
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(f"{fqn} has the layout {tensor.layout}, expected a dense tensor. Use .to_dense().")
         if tensor.device.type != "cpu":
             raise UnsupportedError(
                 f"{fqn} is on {tensor.device}; this version of fxoverlap runs on CPU process groups only. "
@@ -161,12 +177,55 @@ class _Place:
     fqn: str | None = None
 
 
+class _Run(nn.Module):
+    """The model's forward, which also returns the buffers that it replaced by new tensors: (result, {FQN: tensor})."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        modules = list(self.model.named_modules())
+        before = [(dict(module._parameters), dict(module._buffers)) for _, module in modules]
+        result = self.model(*args, **kwargs)
+        replaced = {}
+        for (fqn, module), (params, buffers) in zip(modules, before, strict=True):
+            for name, param in module._parameters.items():
+                if param is not params.get(name):
+                    path = f"{fqn}.{name}".lstrip(".")
+                    raise UnsupportedError(
+                        f"The forward replaces parameter {path}; a step can only update buffers. Do it between steps."
+                    )
+            for name, buffer in module._buffers.items():
+                if buffer is not buffers.get(name):
+                    path = f"{fqn}.{name}".lstrip(".")
+                    replaced[path] = _checked_replacement(path, buffers.get(name), buffer)
+        return result, replaced
+
+
+def _checked_replacement(fqn: str, old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor:
+    """A buffer's replacement; UnsupportedError if it cannot be written into the buffer."""
+    if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+        was, now = (
+            "None" if each is None else f"a tensor of shape {tuple(each.shape)} and dtype {each.dtype}"
+            for each in (old, new)
+        )
+        raise UnsupportedError(
+            f"Buffer {fqn} is {was} before forward and {now} behind it; a step can only write a new value of the same "
+            f"shape and dtype. Give it its final shape and dtype in __init__."
+        )
+    return new
+
+
 class _Chunk(nn.Module):
     """The model as a function of its tensors, with each Parameter and buffer object registered once."""
 
-    def __init__(self, model: nn.Module, values: tuple[Any, ...], spec: Any, leaves: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: nn.Module, values: tuple[Any, ...], spec: Any, leaves: tuple[int, ...], before: Before
+    ) -> None:
         super().__init__()
-        self.inner = (model,)  # in a tuple, so that its parameters are not registered a second time
+        self.inner = (_Run(model),)  # in a tuple, so that its parameters are not registered a second time
+        self.before = before
         self.values, self.spec, self.leaves = list(values), spec, leaves
         self.param_names = [name for name, _ in model.named_parameters()]
         self.buffer_names = [name for name, _ in model.named_buffers()]
@@ -177,15 +236,18 @@ class _Chunk(nn.Module):
         for i, buffer in enumerate(self.state_buffers):
             self.register_buffer(f"b{i}", buffer)
         self.output: OutputSpec | None = None
+        self.replaced: dict[int, int] = {}  # position among the results -> buffer
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = list(self.values)
         for position, tensor in zip(self.leaves, tensors, strict=True):
             values[position] = tensor
-        args, kwargs = unflatten(values, self.spec)
-        state = {name: getattr(self, f"p{i}") for i, name in enumerate(self.param_names)}
-        state |= {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
-        result = torch.func.functional_call(self.inner[0], state, args, kwargs)
+        state = {f"model.{name}": getattr(self, f"p{i}") for i, name in enumerate(self.param_names)}
+        state |= {f"model.{name}": getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
+        # Forward runs twice. The second time it must not see what the first has left on the modules.
+        self.before.restore()
+        with draws_kept(self.inner[0]), RefuseHiddenWrites():
+            result, replaced = torch.func.functional_call(self.inner[0], state, unflatten(values, self.spec))
         loss, rest = _split_loss(result)
         leaves, spec = compat.flatten_with_path(rest)
         tensors_out: list[torch.Tensor] = []
@@ -196,7 +258,8 @@ class _Chunk(nn.Module):
                 # A copy: an output may share storage with an input, a buffer or a value that a later op overwrites.
                 tensors_out.append(leaf.detach().clone())
         self.output = OutputSpec(spec if rest is not None else None, tuple(kept))
-        return (loss, *tensors_out)
+        self.replaced = {1 + len(tensors_out) + i: self.buffer_names.index(fqn) for i, fqn in enumerate(replaced)}
+        return (loss, *tensors_out, *(value.detach().clone() for value in replaced.values()))
 
 
 def _split_loss(result: Any) -> tuple[torch.Tensor, Any]:
@@ -226,31 +289,7 @@ def _split_loss(result: Any) -> tuple[torch.Tensor, Any]:
     return loss, rest
 
 
-@contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[list[str]]:
-    """Put every module's attributes back when the block ends; fill the yielded list with those that changed."""
-    before = {fqn: (module, _attributes(module)) for fqn, module in model.named_modules()}
-    assigned: list[str] = []
-    try:
-        yield assigned
-    finally:
-        for fqn, (module, attributes) in before.items():
-            after = _attributes(module)
-            for owner, saved in attributes.items():
-                changed = [key for key, value in after[owner].items() if saved.get(key, _MISSING) is not value]
-                assigned.extend(f"{fqn}.{key}".lstrip(".") for key in changed)
-                live = module.__dict__ if owner == "" else module.__dict__[owner]
-                live.clear()
-                live.update(saved)
-
-
 _MISSING = object()
-
-
-def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Shallow copies of a module's attributes and of the dicts that hold its parameters, buffers and submodules."""
-    registries = ("_parameters", "_buffers", "_modules")
-    return {owner: dict(module.__dict__[owner]) for owner in registries} | {"": dict(module.__dict__)}
 
 
 @contextlib.contextmanager
@@ -287,7 +326,10 @@ def _capture_error(error: Exception, place: _Place) -> CaptureError:
     where = "outside the modules" if place.fqn is None else f"in module {place.fqn or '(the model itself)'!r}"
     reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
     remedy = "Replace what needs real values while tracing (`.numpy()`, Python on tensor contents) by tensor ops."
-    if compat.is_data_dependent(error):
+    if compat.is_hidden_write(error):
+        reason = "forward writes to a tensor that is neither a buffer nor made in forward."
+        remedy = "Register it as a buffer."
+    elif compat.is_data_dependent(error):
         reason = f"a Python branch or size depends on the contents of a tensor: {reason}"
         remedy = "Use torch.where or torch.cond for the branch; state what holds of a size with torch._check."
     frame = compat.innermost_user_frame(error)
@@ -327,12 +369,15 @@ def _describe(module: fx.GraphModule, chunk: _Chunk, paths: list[str]) -> JointG
         for i, node in enumerate(module.graph.find_nodes(op="get_attr"))
     )
     loss, outputs, mutations, gradients = "", [], [], []
+    replaced: dict[str, str] = {}
     results: Any = module.graph.output_node().args[0]
     for value, (kind, key) in zip(results, compat.output_descriptors(module.graph), strict=True):
         if value is None:
             continue
         if kind == "output" and key == 0:
             loss = value.name
+        elif kind == "output" and key in chunk.replaced:
+            replaced[by_source["buffer", f"b{chunk.replaced[key]}"]] = value.name
         elif kind == "output":
             outputs.append(value.name)
         elif kind == "mutation":
@@ -341,6 +386,9 @@ def _describe(module: fx.GraphModule, chunk: _Chunk, paths: list[str]) -> JointG
             gradients.append((value.name, by_source[key]))
         else:
             raise UnsupportedError(f"The traced graph has an output that fxoverlap does not know: {key}.")
+    # What replaces a buffer is its value after the forward, whatever was written to the old tensor.
+    mutations = [(value, target) for value, target in mutations if target not in replaced]
+    mutations += [(value, target) for target, value in replaced.items()]
     for node in module.graph.nodes:
         if node.op not in ("placeholder", "output"):
             node.meta[META] = _tag(node)
@@ -385,9 +433,39 @@ def _refuse_hidden_state(joint: JointGraph, chunk: _Chunk) -> None:
     inputs = {each.value: each for each in joint.inputs}
     for _, target in joint.mutations:
         if inputs[target].kind is not InputKind.BUFFER:
+            raise _no_such_write(inputs[target].name, inputs[target].kind)
+
+
+def _no_such_write(name: str, kind: InputKind) -> UnsupportedError:
+    if kind is InputKind.PARAM:
+        what, remedy = "a parameter", "Do it after the optimizer's step (max_norm of an embedding is one cause)."
+    elif kind is InputKind.BUFFER:
+        what, remedy = "a buffer, with a value that requires a gradient", "Detach what is written."
+    else:
+        what, remedy = "a tensor of the microbatch", "Write to a copy."
+    return UnsupportedError(f"The forward writes in place to {name}, {what}; a step can only update buffers. {remedy}")
+
+
+def _refuse_carried_state(joint: JointGraph, before: Before) -> None:
+    """Raise UnsupportedError for an attribute whose old tensor the graph reads and that forward assigns anew."""
+    constants = [getattr(joint.module, each.name) for each in joint.inputs if each.kind is InputKind.CONSTANT]
+    read = {compat.storage_id(each) for each in constants if isinstance(each, torch.Tensor)}
+    for name, tensor in before.replaced.items():
+        if compat.storage_id(tensor) in read:
             raise UnsupportedError(
-                f"The forward writes in place to {inputs[target].name} ({inputs[target].kind.value}); only buffers may "
-                f"be written to. Write to a copy."
+                f"The forward reads the attribute {name} and assigns it anew, and a step would not carry it from one "
+                f"microbatch to the next. Register it as a buffer."
+            )
+
+
+def _refuse_sparse_gradients(joint: JointGraph) -> None:
+    """Raise UnsupportedError for a gradient that is no dense tensor."""
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    names = {each.value: each.name for each in joint.inputs}
+    for value, target in joint.gradients:
+        if nodes[value].meta["val"].layout is not torch.strided:
+            raise UnsupportedError(
+                f"{names[target]} gets a sparse gradient, which cannot be scheduled. Use sparse=False."
             )
 
 
@@ -417,6 +495,9 @@ def _graph_input(node: fx.Node, kind: str, key: Any, chunk: _Chunk, paths: list[
         return GraphInput(node.name, InputKind.BUFFER, chunk.buffer_names[index], index)
     if kind == "input":
         return GraphInput(node.name, InputKind.LEAF, paths[key], key)
+    if kind == "tangent of" and key[0] in ("param", "buffer", "input"):
+        written = _graph_input(node, key[0], key[1], chunk, paths)
+        raise _no_such_write(written.name, written.kind)
     if kind == "tangent" and key == 0:
         return GraphInput(node.name, InputKind.TANGENT, "loss", 0)
     raise UnsupportedError(

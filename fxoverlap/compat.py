@@ -215,7 +215,11 @@ def is_gradient_accumulation(node: fx.Node) -> bool:
 
 
 def input_descriptor(node: fx.Node) -> tuple[str, Any]:
-    """What a joint graph's placeholder is: ("param" | "buffer", name), ("input", index) or ("tangent", index)."""
+    """What a joint graph's placeholder is.
+
+    ("param" | "buffer", name), ("input", index), ("tangent", index), ("tangent of", input descriptor) for the gradient
+    of what forward wrote to an input, or "other".
+    """
     return _input(node.meta["desc"])
 
 
@@ -233,6 +237,8 @@ def _input(desc: Any) -> tuple[str, Any]:
         return "input", desc.idx
     if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
         return "tangent", desc.output.idx
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, InputMutationAOTOutput):
+        return "tangent of", _input(desc.output.mutated_input)
     return "other", str(desc)
 
 
@@ -300,6 +306,14 @@ def is_data_dependent(error: BaseException) -> bool:
     return isinstance(error, kinds)
 
 
+def is_hidden_write(error: BaseException) -> bool:
+    """Whether tracing failed because forward wrote to a tensor that is no input, parameter or buffer."""
+    return any(
+        words in str(error)
+        for words in ("mutating a non-functional tensor", "expected to have an entirely functional graph")
+    )
+
+
 def innermost_user_frame(error: BaseException) -> str:
     """` (file.py:line)` of the last frame outside torch and fxoverlap that led to `error`, or nothing."""
     own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -344,6 +358,8 @@ def has_tensor_hooks(tensor: torch.Tensor) -> bool:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors share if and only if they share a storage, while both are alive."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
     return tensor.untyped_storage()._cdata
 
 

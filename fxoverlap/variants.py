@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fxoverlap import compat
 from fxoverlap.microbatch import Leaves
@@ -100,6 +101,8 @@ def _leaf_key(value: Any) -> Any:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
+        return ()  # capture refuses it
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 

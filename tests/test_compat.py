@@ -245,6 +245,25 @@ def test_descriptors_name_inputs_and_outputs(joint: fx.GraphModule) -> None:
     assert sorted(outputs) == sorted([("mutation", count), ("output", 0), ("output", 1), *gradients])
 
 
+class Writes(nn.Module):
+    """Writes to its buffer what needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        self.last.add_(self.linear(x).sum(0))
+        return (self.last.square().sum(),)
+
+
+def test_descriptors_name_what_a_gradient_was_written_to() -> None:
+    graph = export(Writes(), torch.randn(2, 4)).graph
+    found = [compat.input_descriptor(node) for node in graph.find_nodes(op="placeholder")]
+    assert ("tangent of", ("buffer", "last")) in found
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_can_be_replaced_and_is_put_back(use_reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
@@ -384,6 +403,27 @@ def test_data_dependent_errors_are_told(function: Callable[[Tensor], Tensor]) ->
 def test_other_errors_are_not_data_dependent() -> None:
     assert not compat.is_data_dependent(ValueError("no"))
     assert compat.innermost_user_frame(ValueError("never raised")) == ""
+
+
+def test_writes_to_loose_tensors_are_told() -> None:
+    loose = torch.zeros(3)
+    for write in (lambda x: loose.add_(1.0), lambda x: loose.add_(x.detach())):
+
+        def loss(x: Tensor, write: Callable[[Tensor], Any] = write) -> Tensor:
+            write(x)
+            return x.sum()
+
+        with pytest.raises(Exception) as caught:
+            export(Loss(loss), torch.randn(3, requires_grad=True))
+        assert compat.is_hidden_write(caught.value), caught.value
+    assert not compat.is_hidden_write(ValueError("no"))
+
+
+def test_storages_are_told_apart() -> None:
+    tensor = torch.ones(4)
+    assert compat.storage_id(tensor) == compat.storage_id(tensor[1:]) != compat.storage_id(torch.ones(4))
+    sparse = tensor.to_sparse()
+    assert compat.storage_id(sparse) == compat.storage_id(sparse) != compat.storage_id(tensor.to_sparse())
 
 
 def test_symbols_of_sizes() -> None:
