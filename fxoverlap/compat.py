@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._inductor.config
 import torch.distributed as dist
 import torch.utils.checkpoint
@@ -131,6 +132,13 @@ def in_place_effects(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
     return found
 
 
+@contextlib.contextmanager
+def compile_ignored() -> Iterator[None]:
+    """Let functions and modules that `torch.compile` wrapped run as they are, so that tracing sees through them."""
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> fx.GraphModule:
     """The joint forward/backward ATen graph of `module(*args)`, functional, with descriptors on its ends.
 
@@ -143,6 +151,7 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
         stack.enter_context(non_strict_tracing())
         stack.enter_context(eager_composites())
         stack.enter_context(unread_effects_kept())
+        stack.enter_context(compile_ignored())
         # Else dead-code elimination takes draws for pure, and drops those that nothing reads.
         stack.enter_context(torch._inductor.config.patch(fallback_random=True))
         return aot_export_joint_with_descriptors(stack, module, args).graph_module

@@ -154,6 +154,20 @@ def test_matmul_is_traced_as_what_eager_computes() -> None:
     assert targets(module).count(aten.mm.default) == 2 and aten.bmm.default not in targets(module)
 
 
+def test_compile_is_ignored_while_tracing_and_not_before_or_after() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    function = torch.compile(lambda x: x.sin().sum(), backend=backend)
+    graph = export(Loss(function), torch.randn(3, requires_grad=True))
+    assert aten.sin.default in targets(graph) and compiled == []
+    function(torch.ones(3))
+    assert len(compiled) == 1
+
+
 def test_composites_are_put_back() -> None:
     before = {op: dict(op.py_kernels) for op in (aten.dropout.default, aten.matmul.default, aten.lstm.input)}
     assert any(before.values()), "torch registers Python decompositions for them"
