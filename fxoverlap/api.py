@@ -93,7 +93,20 @@ class OverlappedModel(nn.Module):
         super().__init__()
         self.module = model
         self.config = config
-        self._planner = Planner(model, config)
+        self._begin_anew()
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `pickle` and `copy.deepcopy`: all but what was captured, which holds tensors of this very model."""
+        return {name: value for name, value in self.__dict__.items() if name != "_planner"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Nothing has been captured, and no step has run."""
+        self._planner = Planner(self.module, self.config)
         self._number = next(_numbers)
         self._attempts = 0
         self._last_failed = False
@@ -127,7 +140,8 @@ class OverlappedModel(nn.Module):
             ConfigError: there is no microbatch.
             CaptureError, UnsupportedError: a microbatch needs a new capture that cannot be made.
             PlanMismatchError: the ranks of the expert-parallel group are not ready for the same step.
-            StepError: a node failed. Parameters are untouched; a `.grad` that was None is None again.
+            StepError: a node failed, or a hook changed a parameter. A `.grad` that was None is None again; parameters
+                are untouched but by such hooks.
         """
         ready = self._get_ready(microbatches)
         result, progress = StepResult([], []), Progress()
@@ -264,6 +278,12 @@ class _Ready:
     parts: list[Leaves] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
     programs: list[Built] = field(default_factory=list)
+
+
+def _add_prefix(overlapped: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Let a module that holds an OverlappedModel load what its `state_dict` gave: the model's keys, unprefixed."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 def scale_as_gradient(scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -105,6 +105,10 @@ class OverlapConfig:
     process_group: Any = None
     passes: Sequence[Callable[..., Any]] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OverlapConfig:
+        """The same config: it cannot change, and a process group cannot be copied."""
+        return self
+
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_numbers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -287,3 +288,68 @@ def test_many_lengths() -> None:
     assert overlapped.report().variants == 8
     with pytest.raises(fxo.UnsupportedError, match=r"args\[0\] varies.*\(9, 4\).*bucketing"):
         overlapped.step(rows(0, 1, 9))
+
+
+# --- the wrapper ---------------------------------------------------------------------------------------------------
+
+
+def test_state_dict_has_the_models_keys_both_ways() -> None:
+    model = Plain()
+    overlapped = fxo.transform(model, example_inputs=rows(0)[0])
+    state = {name: value + 1.0 for name, value in overlapped.state_dict().items()}
+    assert list(state) == list(model.state_dict()) == ["calls", "linear.weight", "linear.bias"]
+    overlapped.load_state_dict(state)
+    assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+    Plain().load_state_dict(overlapped.state_dict())
+    assert train_both(overlapped, rows) == [] and overlapped.report().variants == 1
+    with pytest.raises(RuntimeError, match=r"linear\.weight"):
+        overlapped.load_state_dict({"module.linear.weight": torch.ones(4, 4)})
+
+
+def test_state_dict_of_a_module_that_holds_an_overlapped_model() -> None:
+    outer, other = (nn.Sequential(nn.Linear(4, 4), fxo.transform(Plain())) for _ in range(2))
+    with torch.no_grad():
+        outer[1].module.linear.weight.fill_(7.0)
+    assert "1.linear.weight" in outer.state_dict() and "1.module.linear.weight" not in outer.state_dict()
+    other.load_state_dict(outer.state_dict())
+    assert differences(outer, other) == []
+
+
+def test_calling_runs_the_model() -> None:
+    model = Plain()
+    overlapped = fxo.transform(model)
+    x = rows(0)[0][0]
+    loss = overlapped(x)
+    loss.backward()
+    assert model.calls == 1 and model.linear.weight.grad is not None
+    with torch.no_grad():
+        assert torch.equal(overlapped(x=x), loss) and not overlapped(x).requires_grad
+    with pytest.raises(fxo.UnsupportedError, match="Nothing has been traced"):
+        overlapped.report()
+
+
+def test_modes_and_casts_go_through() -> None:
+    overlapped = fxo.transform(Plain())
+    assert overlapped.eval().module.linear.training is False and overlapped.train().module.linear.training is True
+    assert overlapped.double().module.linear.weight.dtype is torch.float64
+    assert train_both(overlapped, lambda step: [(x.double(),) for (x,) in rows(step)]) == []
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_copies_are_models_of_their_own(copied: Callable[[Any], Any], traced: bool) -> None:
+    original = fxo.transform(Plain(), fxo.OverlapConfig(grad_scale=0.5, max_variants=3))
+    if traced:
+        original.step(rows(0))
+    original.module.zero_grad()
+    before = copy.deepcopy(original.module)
+    other = copied(original)
+    assert other.config == original.config and other.module is not original.module
+    assert train_both(other, rows) == []
+    assert differences(before, original.module) == []
+    assert train_both(original, rows) == []
+
+
+def test_a_copy_has_the_process_group_of_its_config(group: dist.ProcessGroup) -> None:
+    original = fxo.transform(Plain(), fxo.OverlapConfig(process_group=group))
+    assert copy.deepcopy(original).config.process_group is group
