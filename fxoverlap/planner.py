@@ -85,6 +85,11 @@ class Planner:
 
         Raises CaptureError, UnsupportedError.
         """
+        if torch.is_inference_mode_enabled():
+            raise UnsupportedError(
+                "transform and step need gradients, and torch.inference_mode is on. Leave it, or call the model itself "
+                "for inference."
+            )
         around = around_key(self._model)
         return [self._variant(leaves, each, around) for leaves, each in zip(parts, given, strict=True)]
 

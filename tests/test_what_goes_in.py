@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from test_bad_input import untouched
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from toys import Made, differences, eager_step, rows, same_bits, train_both
@@ -353,3 +355,56 @@ def test_copies_are_models_of_their_own(copied: Callable[[Any], Any], traced: bo
 def test_a_copy_has_the_process_group_of_its_config(group: dist.ProcessGroup) -> None:
     original = fxo.transform(Plain(), fxo.OverlapConfig(process_group=group))
     assert copy.deepcopy(original).config.process_group is group
+
+
+# --- grad modes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["transform", "step"])
+def asked(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the model is captured."""
+    yield request.param
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad], ids=["no_grad", "enable_grad"])
+def test_ambient_grad_mode_changes_nothing(mode: Callable[[], Any], asked: str) -> None:
+    model = Made(lambda m, x: m.linear(x).square().sum() if torch.is_grad_enabled() else m.p)
+    eager = copy.deepcopy(model)
+    with mode():
+        overlapped = fxo.transform(model, example_inputs=rows(0)[0] if asked == "transform" else None)
+        overlapped.step(rows(0))
+        assert torch.is_grad_enabled() is (mode is torch.enable_grad)
+    overlapped.step(rows(1))
+    for step in range(2):
+        eager_step(eager, rows(step))
+    assert differences(eager, model) == [] and overlapped.report().variants == 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_inference_mode_is_refused(captured: bool, asked: str) -> None:
+    model = Plain()
+    overlapped = fxo.transform(model, example_inputs=rows(0)[0] if captured else None)
+    with untouched(model), torch.inference_mode(), pytest.raises(fxo.UnsupportedError, match="inference_mode is on"):
+        if asked == "transform":
+            fxo.transform(model, example_inputs=rows(0)[0])
+        else:
+            overlapped.step(rows(0))
+    assert train_both(overlapped, rows) == []
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = Plain()
+    with pytest.raises(fxo.UnsupportedError, match=r"linear.weight was made in torch\.inference_mode.*outside"):
+        fxo.transform(model, example_inputs=rows(0)[0])
+
+
+def test_functions_of_the_model_may_use_autograd() -> None:
+    """A gradient taken inside of forward, and a derivative of it."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        first = m.linear(x).square().sum()
+        (gradient,) = torch.autograd.grad(first, m.linear.weight, create_graph=True)
+        return first + F.mse_loss(gradient, torch.ones_like(gradient))
+
+    assert train_both(Made(loss), rows) == []
