@@ -164,6 +164,9 @@ class OverlappedModel(nn.Module):
             run(built.program, current, previous, progress)
             if current is not None:
                 self._collect(result, current, ready.variants[i], outputs)
+            elif previous is not None:
+                # An optimizer in a hook may have changed what a later node of the last backward read.
+                previous.check_parameters()
             previous = current
 
     def plan(self, kind: str) -> Plan:

@@ -69,7 +69,8 @@ def _operation(progress: Progress) -> Operation | None:
 def _is_past_the_last_launch(progress: Progress) -> bool:
     """Whether this rank has launched all collectives of the step."""
     rest = progress.operations[progress.index :]
-    return progress.forward is None and progress.backward is not None and not any(each.launches for each in rest)
+    is_last = progress.forward is None and len(progress.operations) > 0
+    return is_last and not any(each.launches for each in rest)
 
 
 def _in_flight(progress: Progress) -> list[torch.Tensor]:
