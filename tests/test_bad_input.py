@@ -123,6 +123,20 @@ def test_a_refusal_does_not_spoil_the_next_step() -> None:
     assert train_both(overlapped, lambda step: [(X,), (2 * X,)]) == []
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_refusal_of_one_microbatch_runs_none(traced: bool) -> None:
+    """What was there before the step is there behind it, though other microbatches could have run."""
+    model = Model(lambda y: y.sum())
+    overlapped = fxo.transform(model, example_inputs=(X,) if traced else None)
+    model.linear.weight.grad = torch.ones(4, 4)
+    leaf = X.clone().requires_grad_()
+    with untouched(model), pytest.raises(fxo.UnsupportedError, match=r"args\[0\] is a object"):
+        overlapped.step([(leaf,), (object(),), (X,)])
+    assert leaf.grad is None
+    model.zero_grad()
+    assert train_both(overlapped, lambda step: [(X,), (2 * X,)]) == []
+
+
 ARGUMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "missing": ((), ("'x'", "microbatch")),
     "missing by keyword": ({"scale": 2.0}, ("'x'", "microbatch")),

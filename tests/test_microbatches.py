@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from toys import batches, call, differences, eager_step, same_bits, toy, train_both
+from toys import Made, batches, call, differences, eager_step, rows, same_bits, toy, train_both
 
 import fxoverlap as fxo
 
@@ -234,6 +234,39 @@ def test_outputs_and_losses_are_the_users_to_change() -> None:
     assert all(torch.equal(x, kept) for (x,), kept in zip(given, before[0], strict=True))
     assert torch.equal(overlapped.module.linear.weight, before[1])
     assert all(loss != 0 for loss in overlapped.step(given).losses)
+
+
+def counts_and_shows(m: Any, x: Tensor) -> Any:
+    m.mean.add_(x.mean(0))
+    return loss_of(m.linear(x) * m.mean), m.mean, m.mean[:2], x, m.linear.weight
+
+
+def test_outputs_are_copies_of_what_they_share_storage_with() -> None:
+    """A buffer as its own microbatch left it, though later ones write to it; inputs and parameters as they were."""
+    model = Made(counts_and_shows)
+    eager, overlapped = copy.deepcopy(model), fxo.transform(model)
+    wanted = [pytree.tree_map(torch.clone, rest(eager(*each))) for each in rows(0)]
+    given = rows(0)
+    result = overlapped.step(given)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), *given[0])}
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers(), *(x for (x,) in given)):
+            tensor.zero_()
+    for got, want in zip(result.outputs, wanted, strict=True):
+        assert all(same_bits(a, b.detach()) for a, b in zip(got, want, strict=True))
+        assert own.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in got)
+
+
+@pytest.mark.parametrize("scale", [0.5, torch.tensor(4.0)], ids=repr)
+def test_grad_scale_does_not_change_losses_and_outputs(scale: Any) -> None:
+    function = OUTPUTS["the loss again"]
+    model = Model(function)
+    plain, scaled = (fxo.transform(model, fxo.OverlapConfig(grad_scale=each)).step(rows(0)) for each in (1.0, scale))
+    own = fxo.transform(model).step([fxo.Microbatch(each, grad_scale=scale) for each in rows(0)])
+    for result in (scaled, own):
+        assert all(same_bits(a, b) for a, b in zip(result.losses, plain.losses, strict=True))
+        assert_same_tree(result.outputs, plain.outputs)
+        assert not any(loss.requires_grad for loss in result.losses)
 
 
 # --- shapes --------------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from test_bad_input import X, untouched
 from torch import Tensor, nn
-from toys import Made, batches, differences, eager_step, rows, toy, train_both
+from toys import Made, batches, differences, eager_step, rows, same_bits, toy, train_both
 
 import fxoverlap as fxo
+from fxoverlap.microbatch import as_microbatch, flatten
 
 # --- buffers that forward writes -----------------------------------------------------------------------------------
 
@@ -331,23 +332,39 @@ def test_state_that_cannot_be_followed_is_refused_by_name(make, microbatch, word
         fxo.transform(make(), example_inputs=microbatch)
 
 
-def test_failed_step_takes_gradients_back_and_the_next_one_is_right(group, monkeypatch) -> None:
+def test_failed_step_takes_gradients_back_and_the_next_one_is_right(group) -> None:
+    """Of parameters and of microbatch tensors; a gradient that was there stays the same tensor."""
     model = toy("[*E]", group)
-    overlapped = fxo.transform(model, example_inputs=batches(1)[0])
-    programs = overlapped._planner.prepare(list(overlapped._planner.latest()) * 2)
+    scaled = Made(lambda m, tokens, targets, x: m.toy(tokens, targets) * x, toy=model)
+    overlapped = fxo.transform(scaled)
+    given = [(*each, torch.tensor(2.0, requires_grad=True)) for each in batches(3)]
+    programs = overlapped._planner.prepare(overlapped._planner.variants_for(*leaves_of(given)))
     last = programs[1].program.operations[-1]
 
     def fails(arguments: list[Any]) -> None:
         raise RuntimeError("out of memory")
 
+    works = last.call
     object.__setattr__(last, "call", fails)
+    kept = model.head.weight.grad = torch.ones_like(model.head.weight)
+    values = [p.detach().clone() for p in scaled.parameters()]
     with pytest.raises(
         fxo.StepError, match=r"pre_process.W \(phase W\) of microbatch 0 failed.*out of memory"
     ) as caught:
-        overlapped.step(batches(3))
+        overlapped.step(given)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert [p.grad for p in model.parameters()] == [None] * len(list(model.parameters()))
-    again = fxo.transform(model)
-    losses = [loss.clone() for loss in again.step(batches(2)).losses]
-    model.zero_grad()
-    assert all(map(torch.equal, losses, eager_step(model, batches(2))))
+    assert [name for name, p in scaled.named_parameters() if p.grad is not None] == ["toy.head.weight"]
+    assert model.head.weight.grad is kept and [x.grad for *_, x in given] == [None] * 3
+    assert all(same_bits(p, value) for p, value in zip(scaled.parameters(), values, strict=True))
+    object.__setattr__(last, "call", works)
+    scaled.zero_grad()
+    eager = copy.deepcopy(scaled)
+    losses = overlapped.step(given).losses
+    assert all(map(same_bits, losses, eager_step(eager, given)))
+    assert differences(eager, scaled) == []
+
+
+def leaves_of(given: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Microbatches as the planner takes them."""
+    microbatches = [as_microbatch(each) for each in given]
+    return [flatten(each) for each in microbatches], microbatches
