@@ -32,11 +32,21 @@ def restored(model: nn.Module) -> Iterator[Before]:
         before.restore()
 
 
-class RefuseHiddenWrites(TorchFunctionMode):
-    """Raises UnsupportedError where forward writes to what no graph shows: to a tensor's `.data`, to a loose tensor.
+class Watch(TorchFunctionMode):
+    """Raises UnsupportedError where forward does what no graph shows.
 
-    Parameters, buffers and what forward makes are tensors of the tracer; a plain one was there before.
+    That is a write to a tensor's `.data` or to a loose tensor (parameters, buffers and what forward makes are tensors
+    of the tracer; a plain one was there before), and a draw from a generator that forward made: it would be made once.
+
+    Attributes:
+        generators: those that forward drew from.
+        known: those that it drew from when it ran before; None if it did not.
     """
+
+    def __init__(self, known: list[torch.Generator] | None) -> None:
+        super().__init__()
+        self.generators: list[torch.Generator] = []
+        self.known = known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA:
@@ -51,6 +61,11 @@ class RefuseHiddenWrites(TorchFunctionMode):
                 f"The forward writes in place ({name}) to a tensor of shape {tuple(args[0].shape)} that is neither a "
                 f"buffer nor made in forward. Register it as a buffer."
             )
+        generator = (kwargs or {}).get("generator")
+        if generator is not None:
+            self.generators.append(generator)
+            if self.known is not None and all(generator is not each for each in self.known):
+                _refuse_seed()
         return func(*args, **(kwargs or {}))
 
 
@@ -155,6 +170,6 @@ def draws_kept(model: nn.Module) -> Iterator[None]:
 
 def _refuse_seed(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(
-        "The forward seeds a random generator or forks its state, which happens while tracing only: a step would draw "
-        "other numbers than eager. Seed before the step."
+        "The forward makes or seeds a random generator or forks its state, which happens while tracing only: a step "
+        "would draw other numbers than eager. Make it in __init__, and seed it before the step."
     )

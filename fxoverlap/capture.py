@@ -28,7 +28,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxoverlap import compat
-from fxoverlap.aside import Before, RefuseHiddenWrites, draws_kept, restored
+from fxoverlap.aside import Before, Watch, draws_kept, restored
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import CaptureError, UnsupportedError
 from fxoverlap.ir import META, GraphInput, InputKind, JointGraph, OpTag, Phase
@@ -236,6 +236,7 @@ class _Chunk(nn.Module):
         for i, buffer in enumerate(self.state_buffers):
             self.register_buffer(f"b{i}", buffer)
         self.output: OutputSpec | None = None
+        self.drawn_from: list[torch.Generator] | None = None
         self.replaced: dict[int, int] = {}  # position among the results -> buffer
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -246,8 +247,9 @@ class _Chunk(nn.Module):
         state |= {f"model.{name}": getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         # Forward runs twice. The second time it must not see what the first has left on the modules.
         self.before.restore()
-        with draws_kept(self.inner[0]), RefuseHiddenWrites():
+        with draws_kept(self.inner[0]), Watch(self.drawn_from) as watch:
             result, replaced = torch.func.functional_call(self.inner[0], state, unflatten(values, self.spec))
+        self.drawn_from = watch.generators
         loss, rest = _split_loss(result)
         leaves, spec = compat.flatten_with_path(rest)
         tensors_out: list[torch.Tensor] = []

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from toys import batches, differences, eager_step, toy, train_both
+from toys import Made, batches, differences, eager_step, rows, toy, train_both
 
 import fxoverlap as fxo
 
@@ -37,6 +37,27 @@ def both_under_autocast(model: nn.Module, microbatches: list, **options) -> list
 
 def test_moe_under_autocast_equals_eager(group) -> None:
     assert both_under_autocast(toy("[*E]-", group), batches(3)) == []
+
+
+SEEN: list[bool] = []
+
+
+@torch.library.custom_op("fxoverlap_tests::watched", mutates_args=())
+def watched(x: torch.Tensor) -> torch.Tensor:
+    SEEN.append(torch.is_autocast_enabled("cpu"))
+    return x * 2
+
+
+watched.register_fake(torch.empty_like)
+watched.register_autograd(lambda ctx, gradient: watched(gradient))
+
+
+def test_custom_ops_run_with_autocast_off() -> None:
+    overlapped = fxo.transform(Made(lambda m, x: watched(m.linear(x)).float().sum()))
+    with torch.autocast("cpu", torch.bfloat16):
+        overlapped.step(rows(0))
+        assert torch.is_autocast_enabled("cpu")
+    assert SEEN == [False] * 6  # forward and backward of three microbatches
 
 
 def test_weight_used_twice_under_autocast_is_refused_by_name() -> None:

@@ -262,13 +262,17 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Made(lambda m, x: m.embed(x.long().abs()).sum(), embed=nn.Embedding(9, 4, max_norm=1.0)),
         "in place to embed.weight, a parameter.*max_norm",
     ),
-    "seed": (made(lambda m, x: torch.manual_seed(3)), "seeds a random generator.*before the step"),
+    "seed": (made(lambda m, x: torch.manual_seed(3)), "makes or seeds a random generator.*before the step"),
     "state of the generator": (
         made(lambda m, x: torch.set_rng_state(m.state), state=torch.get_rng_state()),
-        "seeds a random generator.*before the step",
+        "makes or seeds a random generator.*before the step",
     ),
-    "seed of the user's generator": (reseeded, "seeds a random generator.*before the step"),
-    "fork": (lambda: Made(forked), "seeds a random generator or forks.*before the step"),
+    "seed of the user's generator": (reseeded, "makes or seeds a random generator.*before the step"),
+    "generator made in forward": (
+        lambda: Made(lambda m, x: (m.linear(x) * torch.rand(4, generator=torch.Generator())).sum()),
+        "makes or seeds a random generator.*before the step",
+    ),
+    "fork": (lambda: Made(forked), "random generator or forks.*before the step"),
     "Python's random": (made(lambda m, x: random.random()), "draws from Python's random.*torch's functions"),
     "numpy.random": (made(lambda m, x: np.random.rand()), r"numpy\.random.*torch's functions"),
     "sparse gradient of a function": (

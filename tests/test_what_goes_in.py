@@ -317,6 +317,20 @@ def test_state_dict_of_a_module_that_holds_an_overlapped_model() -> None:
     assert differences(outer, other) == []
 
 
+def test_transform_changes_nothing_on_the_model() -> None:
+    model = Plain().eval()
+    seen: list[Tensor] = []
+    model.linear.weight.register_hook(seen.append)
+    model.linear.bias.grad = torch.ones(4)
+    names = dict(model.named_parameters())
+    with untouched(model):
+        overlapped = fxo.transform(model, example_inputs=rows(0)[0])
+    assert overlapped.module is model and not model.training and seen == []
+    assert [p is names[name] for name, p in model.named_parameters()] == [True, True]
+    model(*rows(0)[0]).backward()
+    assert len(seen) == 1 and model.calls == 1
+
+
 def test_calling_runs_the_model() -> None:
     model = Plain()
     overlapped = fxo.transform(model)
