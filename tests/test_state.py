@@ -51,6 +51,11 @@ def swapped(m: Any, x: Tensor) -> Tensor:
     return (m.linear(x) * m.mean).sum() + m.child(x)
 
 
+def swapped_and_not_read(m: Any, x: Tensor) -> Tensor:
+    m.mean, m.other = m.other, m.mean
+    return m.linear(x).sum()
+
+
 def counted(m: Any, x: Tensor) -> Tensor:
     m.count += x.shape[0]
     m.count[1:].add_(m.count[:1])
@@ -79,6 +84,7 @@ BUFFERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str,
     "replaced": (replaced, dict),
     "replaced twice": (replaced_twice, dict),
     "swapped": (swapped, lambda: {"child": Made(ema_read_by_backward)}),
+    "swapped and not read": (swapped_and_not_read, lambda: {"other": nn.Buffer(torch.zeros(4))}),
     "integer counters": (counted, lambda: {"count": nn.Buffer(torch.zeros(2, dtype=torch.int64))}),
     "replaced after its last use": (replaced_after_its_last_use, dict),
     "written and replaced": (written_and_replaced, dict),
