@@ -84,6 +84,6 @@ def _in_flight(progress: Progress) -> list[torch.Tensor]:
         assert state is not None
         later = [each for each in done[i + 1 :] if each.of_forward == operation.of_forward]
         read = {position for each in later for position in each.reads}
-        results = (state.values[position] for position in operation.writes if position not in (*read, None))
-        found += [result for result in results if result is not None]
+        unread = [position for position in operation.writes if position is not None and position not in read]
+        found += [state.values[position] for position in unread if state.values[position] is not None]
     return found
