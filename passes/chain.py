@@ -11,6 +11,7 @@ A *gate* is the boundary that an exchange makes: its launch ends one stage, its 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from fxoverlap.ir import Exchange, JointGraph, Phase, PhysicalLayer, Role, Slot
 
@@ -46,10 +47,11 @@ class Chain:
         """Position of the last stage."""
         return len(self.stages) - 1
 
-    def exit(self, layer: int) -> int:
-        """Position of the last stage that holds ops of a physical layer and of none behind it."""
-        behind = [entry for entry in self.entry.values() if entry > self.entry[layer]]
-        return min(behind, default=self.last) - 1
+    def exits(self) -> dict[int, int]:
+        """For each physical layer, the position of the last stage that holds ops of it and of none behind it."""
+        entries = sorted(set(self.entry.values()))
+        behind = dict(pairwise([*entries, self.last]))
+        return {layer: behind[entry] - 1 for layer, entry in self.entry.items()}
 
     def begin(self, stage: Stage) -> int:
         """Position of `stage`, appended unless it is the current one."""

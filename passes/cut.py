@@ -16,11 +16,13 @@ Raises UnsupportedError: an exchange needs what comes after it; the nodes form a
 
 from __future__ import annotations
 
+import heapq
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from torch import fx
 
@@ -55,6 +57,7 @@ def cut(joint: JointGraph, config: OverlapConfig) -> ChunkGraph:
         nodes = phase_ops(joint, chain.phase)
         _assign_shared(nodes, ranges, placed, keys, weights)
         _clear_the_way(nodes, chain, placed, keys)
+        _join_results(nodes, keys)
     remake_views(joint, keys)
     order = [*_key_order(forward), *_key_order(backward)]
     made = make_nodes(joint, keys, order)
@@ -90,12 +93,15 @@ def _assign_shared(
     Real work is more than the largest product of one expert with one token. Work is counted a token, by the sizes of
     weights, and not by those of the batch, so that ranks with other lengths decide alike.
     """
+    compute = _by(lambda node: placed[node], (node for node in nodes if keys[node][1] not in COMM_SLOTS))
+    launched = _by(lambda node: keys[node][0], (node for node in nodes if keys[node][1] in COMM_SLOTS))
     for layer, first, last in ranges:
-        region = {node for node in nodes if first <= placed[node] < last and keys[node][1] not in COMM_SLOTS}
-        launches = [node for node in nodes if keys[node][0] == layer and keys[node][1] in COMM_SLOTS]
+        region = {node for stage in range(first, last) for node in compute.get(stage, ())}
+        launches = launched.get(layer, [])
         needed = op_facts.ancestors([source for launch in launches for source in launch.all_input_nodes], region)
         free = region - needed
-        heavy = {node for node in free if op_facts.is_heavy(node) and _reaches(node, last, placed)}
+        later = _reaching(region, last, placed)
+        heavy = {node for node in free if op_facts.is_heavy(node) and node in later}
         branch = op_facts.descendants(heavy, free)
         branch |= _only_for(branch, free)
         work = sum(weights.get(node, 0) for node in branch)
@@ -131,17 +137,24 @@ def _clear_the_way(nodes: list[fx.Node], chain: Chain, placed: Placement, keys: 
     What the layer's branch `shared` needs stays, and so does in the backward what nothing later needs and nothing
     moved makes: weight gradients, which `wgrad` will take out.
     """
+    members = _by(lambda node: keys[node], nodes)
+    launches = _by(lambda node: placed[node], (node for node in nodes if op_facts.is_launch(node)))
     for position in sorted(set(chain.gates.values())):
         here, behind = (_key(chain, i) for i in (position, position + 1))
-        own = {node for node in nodes if keys[node] == here}
-        waiting = [node for node in nodes if keys[node][0] == here[0] and keys[node][1] is Slot.SHARED]
-        waiting += [node for node in nodes if op_facts.is_launch(node) and placed[node] == position]
+        own = {node for node in members.get(here, ()) if keys[node] == here}
+        waiting = [*members.get((here[0], Slot.SHARED, chain.phase), ()), *launches.get(position, ())]
         sources = [source for node in waiting for source in node.all_input_nodes]
         needed = op_facts.ancestors([*sources, *(node for node in own if op_facts.has_effect(node))], own)
         rest = own - needed
-        moved = {node for node in rest if chain.phase is Phase.F or _reaches(node, position + 1, placed)}
-        for node in op_facts.descendants(moved, rest):
+        starts = rest if chain.phase is Phase.F else rest & _reaching(own, position + 1, placed)
+        moved = op_facts.descendants(starts, rest)
+        for node in moved:
             placed[node], keys[node] = position + 1, behind
+        members.setdefault(behind, []).extend(moved)
+
+
+def _join_results(nodes: list[fx.Node], keys: Assignment) -> None:
+    """Let the results of an op with several stay with it."""
     for node in nodes:
         if node.target is operator.getitem and keys[node] != keys[node.args[0]]:  # type: ignore[index]
             keys[node] = keys[node.args[0]]  # type: ignore[index]
@@ -162,17 +175,18 @@ def _gated_ranges(chain: Chain, forward: Chain) -> list[tuple[int | None, int, i
     return [(layer, first, last) for layer, (first, last) in ranges.items()]
 
 
-def _reaches(node: fx.Node, stage: int, placed: Placement) -> bool:
-    """Whether an op of the same phase at `stage` or later needs this one."""
-    seen, stack = set(), [node]
-    while stack:
-        for user in stack.pop().users:
-            if user in placed and user not in seen:
-                if placed[user] >= stage:
-                    return True
-                seen.add(user)
-                stack.append(user)
-    return False
+def _reaching(nodes: set[fx.Node], stage: int, placed: Placement) -> set[fx.Node]:
+    """Those of `nodes`, which stand before `stage`, that an op of the same phase at `stage` or later needs."""
+    starts = [node for node in nodes if any(placed.get(user, -1) >= stage for user in node.users)]
+    return op_facts.ancestors(starts, nodes)
+
+
+def _by(key: Callable[[fx.Node], Any], nodes: Iterable[fx.Node]) -> dict[Any, list[fx.Node]]:
+    """The nodes in groups of one key, each in the order of `nodes`."""
+    groups: dict[Any, list[fx.Node]] = {}
+    for node in nodes:
+        groups.setdefault(key(node), []).append(node)
+    return groups
 
 
 def _only_for(branch: set[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
@@ -211,10 +225,10 @@ def _key_order(chain: Chain) -> list[Key]:
     """The keys of one phase in an order in which they may run."""
     order: list[Key] = []
     phase = chain.phase
-    gates = sorted((gate, exchange) for exchange, gate in chain.gates.items())
+    gates = set(chain.gates.values())
     for position, stage in enumerate(chain.stages):
         order.append((stage.layer, stage.slot, phase))
-        if not any(gate == position for gate, _ in gates):
+        if position not in gates:
             continue
         following = chain.stages[position + 1]
         slot = {Slot.PERMUTE: Slot.COUNTS}.get(following.slot)
@@ -235,21 +249,28 @@ def make_nodes(joint: JointGraph, keys: Assignment, order: Iterable[Key]) -> tup
     members: dict[Key, list[fx.Node]] = {key: [] for key in order}
     for node in op_facts.ops(joint.module.graph):
         members[keys[node]].append(node)
-    nodes = {key: _schedule_node(key, ops) for key, ops in members.items() if ops}
-    made_by = {value: node.name for node in nodes.values() for value in node.writes}
-    done: set[str] = set()
+    nodes = [_schedule_node(key, ops) for key, ops in members.items() if ops]
+    made_by = {value: i for i, node in enumerate(nodes) for value in node.writes}
+    missing = [{made_by[value] for value in node.reads if value in made_by} for node in nodes]
+    readers: list[list[int]] = [[] for _ in nodes]
+    for i, sources in enumerate(missing):
+        for source in sources:
+            readers[source].append(i)
+    ready = [i for i, sources in enumerate(missing) if not sources]
     sorted_nodes: list[ScheduleNode] = []
-    left = list(nodes.values())
-    while left:
-        ready = next((n for n in left if all(made_by.get(v, n.name) in done | {n.name} for v in n.reads)), None)
-        if ready is None:
-            raise UnsupportedError(
-                f"The schedule nodes {', '.join(node.name for node in left)} need one another's results in a circle. "
-                f"A layer's parts must run in one order; check that the layers glob matches whole layers."
-            )
-        left.remove(ready)
-        done.add(ready.name)
-        sorted_nodes.append(ready)
+    while ready:
+        i = heapq.heappop(ready)
+        sorted_nodes.append(nodes[i])
+        for reader in readers[i]:
+            missing[reader].remove(i)
+            if not missing[reader]:
+                heapq.heappush(ready, reader)
+    if len(sorted_nodes) < len(nodes):
+        left = [node.name for node, sources in zip(nodes, missing, strict=True) if sources]
+        raise UnsupportedError(
+            f"The schedule nodes {', '.join(left)} need one another's results in a circle. "
+            f"A layer's parts must run in one order; check that the layers glob matches whole layers."
+        )
     return tuple(sorted_nodes)
 
 

@@ -15,6 +15,7 @@ config; a forward exchange that cannot be paired.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import replace
 from typing import Any
 
@@ -157,8 +158,8 @@ def _counts(launches: list[fx.Node]) -> set[fx.Node]:
     integers = {launch for launch in integers if launch.meta["val"].element_size() > 1}
     tokens = [launch for launch in launches if launch not in integers | counts]
     for launch in integers - counts:
-        before = [each for each in tokens if each < launch][-1:]
-        behind = [each for each in tokens if launch < each][:1]
+        here = bisect.bisect_left(tokens, launch)  # in the order of the graph
+        before, behind = tokens[max(here - 1, 0) : here], tokens[here : here + 1]
         together = [each for each in before if not _depends(launch, [each])]
         together += [each for each in behind if not _depends(each, [launch])]
         if all(splits(each) != splits(launch) for each in together):
@@ -190,40 +191,39 @@ def _decides_sizes(launch: fx.Node) -> bool:
 
 
 def _token_role(launch: fx.Node, before: list[_Found]) -> Role:
-    tokens = [each for each in before if each.role is not Role.COUNTS]
-    if tokens and tokens[-1].role is Role.DISPATCH and tokens[-1].splits == splits(launch)[::-1]:
+    tokens = next((each for each in reversed(before) if each.role is not Role.COUNTS), None)
+    if tokens is not None and tokens.role is Role.DISPATCH and tokens.splits == splits(launch)[::-1]:
         return Role.COMBINE
-    if tokens and tokens[-1].role is Role.DISPATCH:
+    if tokens is not None and tokens.role is Role.DISPATCH:
         raise UnsupportedError(
             f"The all-to-all {launch.name} (module {op_facts.tag(launch).fqn!r}) follows the dispatch "
-            f"{tokens[-1].launches[0].name}, but does not reverse its split sizes. Send the results of the experts "
+            f"{tokens.launches[0].name}, but does not reverse its split sizes. Send the results of the experts "
             f"back with the received and sent sizes of the dispatch exchanged."
         )
     return Role.DISPATCH
 
 
 def _backward(launches: list[fx.Node], forward: list[_Found]) -> list[_Found]:
-    tokens = [each for each in forward if each.role is not Role.COUNTS]
+    # Forward exchanges whose gradient has not been met yet, by the sizes that it will have.
+    left: dict[Splits, list[_Found]] = {}
+    for each in forward:
+        if each.role is not Role.COUNTS:
+            left.setdefault(each.splits[::-1], []).append(each)
     found: list[_Found] = []
-    open_pairs = list(tokens)
+    partner: _Found | None = None
     for launch in launches:
-        if found and len(found[-1].launches) < _gradients(_partner(found[-1], tokens)) and found[-1].takes(launch):
+        if partner is not None and len(found[-1].launches) < _gradients(partner) and found[-1].takes(launch):
             found[-1].launches.append(launch)
             continue
-        matches = [each for each in open_pairs if each.splits == splits(launch)[::-1]]
+        matches = left.get(splits(launch))
         if not matches:
             raise UnsupportedError(
                 f"The backward all-to-all {launch.name} is not the gradient of a forward exchange that is left over. "
                 f"All-to-alls that only the backward runs cannot be scheduled yet."
             )
-        partner = matches[-1]
-        open_pairs.remove(partner)
+        partner = matches.pop()
         found.append(_Found(partner.role, Phase.B, partner.index, launch))
     return found
-
-
-def _partner(found: _Found, forward: list[_Found]) -> _Found:
-    return next(each for each in forward if each.index == found.index)
 
 
 def _gradients(found: _Found) -> int:

@@ -81,12 +81,13 @@ def _alive_before(plan: Plan) -> list[ValueRef]:
 
 def _alive_after(plan: Plan) -> list[ValueRef]:
     """What is handed on: what the backward will read, the results of the forward, and gradients."""
-    alive: dict[ValueRef, None] = {}
-    for instance in plan.order:
-        chunk = _chunk(plan, instance.mb)
-        kept = kept_after_forward(chunk) if instance.mb == "F" else {value for value, _ in _gradients(chunk)}
-        alive |= dict.fromkeys(ValueRef(instance.mb, value) for value in instance.node.writes if value in kept)
-    return list(alive)
+    kept: dict[str, set[str]] = {}
+    if plan.forward is not None:
+        kept["F"] = kept_after_forward(plan.forward)
+    if plan.backward is not None:
+        kept["B"] = {value for value, _ in _gradients(plan.backward)}
+    written = (ValueRef(i.mb, value) for i in plan.order for value in i.node.writes if value in kept[i.mb])
+    return list(dict.fromkeys(written))
 
 
 def kept_after_forward(chunk: ChunkGraph) -> set[str]:

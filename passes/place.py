@@ -114,7 +114,7 @@ def _fqns_before_layers(joint: JointGraph, forward: Placement) -> set[str]:
 
 def _sink(nodes: list[fx.Node], stage: Placement, chain: Chain, gates: dict[fx.Node, int], joint: JointGraph) -> None:
     """Move ops that have room to a later stage, last op first."""
-    free = _free(nodes, joint)
+    free, ends = _free(nodes, joint), chain.exits()
     for node in reversed(nodes):
         if node in gates or op_facts.has_effect(node) or node.target is operator.getitem:
             continue
@@ -123,7 +123,7 @@ def _sink(nodes: list[fx.Node], stage: Placement, chain: Chain, gates: dict[fx.N
         latest = min((stage[reader] for reader in readers), default=stage[node])
         if node not in free:
             layer = op_facts.tag(node).layer
-            latest = min(latest, stage[node] if layer is None else chain.exit(layer))
+            latest = min(latest, stage[node] if layer is None else ends[layer])
             if op_facts.is_heavy(node) or not _less_crosses(node, latest, stage, chain.phase):
                 continue
         if latest > stage[node]:
@@ -139,11 +139,15 @@ def _free(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
     tangents = {each.value for each in joint.inputs if each.kind is InputKind.TANGENT}
     leaves = {each.value for each in joint.inputs if each.kind is InputKind.LEAF}
     own, free = set(nodes), set()
+    # What is an input, or an index or mask made of one.
+    of_batch = {node for node in joint.module.graph.find_nodes(op="placeholder") if node.name in leaves}
     for node in nodes:
         sources = node.all_input_nodes
-        is_forward = op_facts.tag(node).phase is Phase.F
         tied = any(source.name in tangents or (source in own and source not in free) for source in sources)
-        embeds = is_forward and _is_floating(node) and any(_comes_from(source, leaves) for source in sources)
+        is_of_batch = any(source in of_batch for source in sources)
+        embeds = is_of_batch and op_facts.tag(node).phase is Phase.F and _is_floating(node)
+        if is_of_batch:
+            of_batch.add(node)
         if not (tied or embeds or op_facts.has_effect(node)):
             free.add(node)
     return free
@@ -153,13 +157,6 @@ def _is_floating(node: fx.Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
     return any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in values)
-
-
-def _comes_from(node: fx.Node, inputs: set[str]) -> bool:
-    """Whether a node is one of these inputs, or an index or mask made of one."""
-    if node.op == "placeholder":
-        return node.name in inputs
-    return any(_comes_from(source, inputs) for source in node.all_input_nodes)
 
 
 def _less_crosses(node: fx.Node, latest: int, stage: Placement, phase: Phase) -> bool:

@@ -36,9 +36,12 @@ def plan_table(plan: Plan) -> str:
     """Two columns, one a lane; an exchange stands beside the compute that is issued while it is in flight."""
     width = max((len(_label(i)) for i in plan.order if i.node.lane is not Lane.COMM), default=0)
     lines = [f"  {'compute':{width}}  comm"]
-    arrival = _arrivals(plan.order)
+    beside: dict[int, list[str]] = {}
+    for start, end in _arrivals(plan.order).items():
+        for position in range(start + 1, end):
+            beside.setdefault(position, []).append(_label(plan.order[start]))
     for position, instance in enumerate(plan.order):
-        flying = [_label(plan.order[start]) for start, end in arrival.items() if start < position < end]
+        flying = beside.get(position, [])
         if instance.node.lane is Lane.COMM:
             lines.append(f"  {'':{width}}  > {_label(instance)}")
         else:

@@ -113,9 +113,11 @@ def _row(node: Any, chunk: ChunkGraph) -> Row:
 def count_moved(order: Sequence[Instance]) -> int:
     """The W nodes between which and the last node that they read from others than W run."""
     made_at = {(i.mb, value): k for k, i in enumerate(order) for value in i.node.writes}
-    moved = 0
+    moved, last_other = 0, -1
     for position, instance in enumerate(order):
         if instance.node.phase is Phase.W:
             start = max((made_at.get((instance.mb, value), -1) for value in instance.node.reads), default=-1)
-            moved += any(each.node.phase is not Phase.W for each in order[start + 1 : position])
+            moved += last_other > start
+        else:
+            last_other = position
     return moved

@@ -61,7 +61,8 @@ def _check_entries(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> 
 
 
 def _costs(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> dict[str, NodeCost]:
-    return {} if chunk is None else {n: c for n, c in chunk.costs.items() if n in _names(chunk, phases)}
+    names = _names(chunk, phases)
+    return {} if chunk is None else {name: cost for name, cost in chunk.costs.items() if name in names}
 
 
 def _names(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> set[str]:

@@ -117,6 +117,8 @@ class _Issue:
     def __init__(self, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
         self._left = {"F": _nodes(f, (Phase.F,)), "B": _nodes(b, (Phase.B, Phase.W))}
         self._needs = {"F": _needs(f), "B": _needs(b)}
+        self._rank = {key: i for i, key in enumerate(self._left["B"])}
+        self._w = _by_layer(self._left["B"])
         self._exchange = {mb: {key[:2] for key, n in self._left[mb].items() if n.lane is Lane.COMM} for mb in "FB"}
         self.order: Order = []
 
@@ -142,12 +144,11 @@ class _Issue:
         """Issue the weight gradients that are left of what the backward ran before this layer's experts."""
         if layer is None:
             return
-        for key in list(self._left["B"]):
-            if key[2] is Phase.W and (
-                key[:2] in ((None, Slot.POST_PROCESS), (layer, Slot.POST_COMBINE))
-                or (key[0] is not None and key[0] > layer)
-            ):
-                self._issue("B", key)
+        behind = [(None, Slot.POST_PROCESS, Phase.W), (layer, Slot.POST_COMBINE, Phase.W)]
+        while self._w and self._w[-1][0] > layer:
+            behind += self._w.pop()[1]
+        for key in sorted((key for key in behind if key in self._left["B"]), key=self._rank.__getitem__):
+            self._issue("B", key)
 
     def rest(self) -> None:
         """Issue what no rule placed, other than W."""
@@ -167,6 +168,15 @@ class _Issue:
 
 def _nodes(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> dict[tuple, ScheduleNode]:
     return {_key(n): n for n in chunk.nodes if n.phase in phases} if chunk is not None else {}
+
+
+def _by_layer(nodes: dict[tuple, ScheduleNode]) -> list[tuple[int, list[tuple]]]:
+    """(layer, keys of its W nodes), first layer first."""
+    found: dict[int, list[tuple]] = {}
+    for key in nodes:
+        if key[2] is Phase.W and key[0] is not None:
+            found.setdefault(key[0], []).append(key)
+    return sorted(found.items())
 
 
 def _key(node: ScheduleNode) -> tuple[int | None, Slot, Phase]:
