@@ -129,8 +129,13 @@ def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> Non
     for fqn, tensor in tensors:
         if is_lazy(tensor):
             raise UnsupportedError(f"{fqn} is not initialized. Call the model once before it is transformed.")
+    if config.hooks == "refuse" and compat.hooks_of_all_modules():
+        raise UnsupportedError(
+            "There are forward or backward hooks of all modules, whose Python would not run in a step. Remove them, or "
+            'set OverlapConfig.hooks="trace" to capture what they do to tensors.'
+        )
     for fqn, module in model.named_modules():
-        if config.hooks == "refuse" and compat.has_hooks(module):
+        if config.hooks == "refuse" and compat.hooks(module):
             raise UnsupportedError(
                 f"Module {fqn or type(module).__name__!r} has forward or backward hooks, whose Python would not run in "
                 f'a step. Remove them, or set OverlapConfig.hooks="trace" to capture what they do to tensors.'

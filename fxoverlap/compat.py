@@ -303,10 +303,17 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 # --- modules and errors (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether forward or backward hooks are registered on this module."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind, None) for kind in kinds)
+HOOK_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def hooks(module: nn.Module) -> tuple[int, ...]:
+    """The numbers of the forward and backward hooks that are registered on this module; none is used twice."""
+    return tuple(number for kind in HOOK_KINDS for number in module.__dict__.get(kind) or ())
+
+
+def hooks_of_all_modules() -> tuple[int, ...]:
+    """The numbers of the forward and backward hooks that are registered for every module."""
+    return tuple(number for kind in HOOK_KINDS for number in getattr(nn.modules.module, f"_global{kind}"))
 
 
 def is_data_dependent(error: BaseException) -> bool:

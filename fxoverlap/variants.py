@@ -130,5 +130,6 @@ def _ambient() -> dict[str, Any]:
         ),
         "the default dtype": torch.get_default_dtype(),
         "the use of deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "hooks of all modules": compat.hooks_of_all_modules(),
         "the kernels for attention": (kernels.flash_sdp_enabled(), kernels.math_sdp_enabled()),
     }

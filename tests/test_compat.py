@@ -381,11 +381,14 @@ def test_trees_have_printable_paths() -> None:
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_module_hooks_are_seen(kind: str) -> None:
     module = nn.Linear(2, 2)
-    assert not compat.has_hooks(module)
+    assert compat.hooks(module) == compat.hooks_of_all_modules() == ()
     handle = getattr(module, f"register_{kind}")(lambda *args: None)
-    assert compat.has_hooks(module)
+    assert compat.hooks(module) == (handle.id,) and compat.hooks_of_all_modules() == ()
     handle.remove()
-    assert not compat.has_hooks(module)
+    handle = getattr(nn.modules.module, f"register_module_{kind}")(lambda *args: None)
+    assert compat.hooks(module) == () and compat.hooks_of_all_modules() == (handle.id,)
+    handle.remove()
+    assert compat.hooks(module) == compat.hooks_of_all_modules() == ()
 
 
 def test_tensor_hooks_are_seen() -> None:
