@@ -5,6 +5,9 @@ Out: a ChunkGraph, or a FusedGraph that `verify` has accepted, and a `PassRecord
 
 A pass is a function `(graph, config) -> graph` with an attribute `stage`: "joint", "chunk" or "plan". The lists are
 data: `default_passes()` can be printed, cut and extended, and handed back as `OverlapConfig.passes`.
+
+What passes tell one another is checked between them: every op of a joint graph has its tag; exchanges that a pass adds
+behind `exchanges` are analysed anew; and a value's life is ended once, by one pass.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from typing import Any
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import ChunkGraph, FusedGraph, JointGraph, Plan
+from fxoverlap.ir import META, ChunkGraph, FusedGraph, JointGraph, OpTag, Plan, ValueRef
+from fxoverlap.passes import op_facts
 from fxoverlap.passes.bytes import bytes
 from fxoverlap.passes.cut import cut
-from fxoverlap.passes.exchanges import exchanges
+from fxoverlap.passes.exchanges import exchanges, group_name
 from fxoverlap.passes.extract import extract
 from fxoverlap.passes.fuse import fuse
 from fxoverlap.passes.lanes import lanes
@@ -60,9 +64,10 @@ def default_passes() -> list[Pass]:
 
 def to_chunk(joint: JointGraph, config: OverlapConfig, records: list[PassRecord]) -> ChunkGraph:
     """Run the joint and chunk passes."""
-    graph: Any = joint
-    for stage in ("joint", "chunk"):
-        graph = _run(graph, _of_stage(config, stage), config, records)
+    graph: Any = _run(joint, _of_stage(config, "joint"), config, records)
+    if _has_stale_exchanges(graph, config):
+        graph = _run(graph, [exchanges, layers], config, records)
+    graph = _run(graph, _of_stage(config, "chunk"), config, records)
     if not isinstance(graph, ChunkGraph):
         raise UnsupportedError(
             f"The chunk passes ended with a {type(graph).__name__}, expected a ChunkGraph. "
@@ -88,12 +93,56 @@ def _of_stage(config: OverlapConfig, stage: str) -> list[Pass]:
 
 
 def _run(graph: Any, passes: Sequence[Pass], config: OverlapConfig, records: list[PassRecord]) -> Any:
+    ended_by: dict[ValueRef, str] = {}
     for each in passes:
         before, start = _size(graph), time.perf_counter()
         graph = each(graph, config)
         name = getattr(each, "__name__", repr(each))
         records.append(PassRecord(name, time.perf_counter() - start, before, _size(graph)))
+        if isinstance(graph, JointGraph):
+            _check_tags(graph, name)
+        elif isinstance(graph, FusedGraph):
+            _check_lives(graph, name, ended_by)
     return graph
+
+
+def _check_tags(joint: JointGraph, name: str) -> None:
+    """Raise UnsupportedError if a pass left an op without a tag."""
+    for node in op_facts.ops(joint.module.graph):
+        if not isinstance(node.meta.get(META), OpTag):
+            raise UnsupportedError(
+                f"The pass {name} left the op {node.name} ({node.target}) without an OpTag, so it belongs to no phase. "
+                f"Set node.meta[{META!r}] on every op that a pass adds."
+            )
+
+
+def _has_stale_exchanges(graph: Any, config: OverlapConfig) -> bool:
+    """Whether the exchanges of a joint graph are no longer those that `exchanges` found."""
+    if not isinstance(graph, JointGraph) or exchanges not in _of_stage(config, "joint"):
+        return False
+    found = {name for each in graph.exchanges for name in each.launches}
+    groups = {each.group for each in graph.exchanges}
+    launches = [node for node in op_facts.ops(graph.module.graph) if op_facts.is_launch(node)]
+    return {n.name for n in launches if not groups or group_name(n) in groups} != found
+
+
+def _check_lives(fused: FusedGraph, name: str, ended_by: dict[ValueRef, str]) -> None:
+    """Raise UnsupportedError if a pass ends a life that it or an earlier pass has ended; note what it has ended."""
+    ends: dict[ValueRef, str] = {}
+    for call in fused.module.graph.find_nodes(op="call_module"):
+        instance = call.meta[META]
+        for value in instance.frees:
+            ref = ValueRef(instance.mb, value)
+            if ref in ends:
+                first = ended_by.get(ref, name)
+                raise UnsupportedError(
+                    f"The passes {first} and {name} both end the life of {value!r} (microbatch {ref.mb}), at "
+                    f"{ends[ref]} and at {instance.node.name}. Let one of them do it: a pass that frees values itself "
+                    f"takes the place of `lifetime`, or leaves those values out."
+                )
+            ends[ref] = instance.node.name
+    for ref in ends:
+        ended_by.setdefault(ref, name)
 
 
 def _size(graph: Any) -> int:

@@ -1,7 +1,8 @@
 """Plan pass `lifetime`: decide with which instance each value dies.
 
 In:  FusedGraph.
-Out: the same graph; each call's `Instance.frees` names the values of its microbatch that die with it.
+Out: the same graph; each call's `Instance.frees` names the values of its microbatch that die with it, added to what
+     an earlier pass put there.
 
 A value dies with the last instance that reads it, or that waits for a launch that reads it: a launch's input is alive
 until its wait. Graph inputs belong to the user and do not die; what is handed on after the step does not either,
@@ -31,7 +32,8 @@ def lifetime(fused: FusedGraph, config: OverlapConfig) -> FusedGraph:
             by_position.setdefault(position, []).append(ref.value)
     order = []
     for position, call in enumerate(calls):
-        instance = replace(call.meta[META], frees=tuple(by_position.get(position, ())))
+        instance = call.meta[META]
+        instance = replace(instance, frees=(*instance.frees, *by_position.get(position, ())))
         call.meta[META] = instance
         order.append(instance)
     return replace(fused, plan=replace(fused.plan, order=tuple(order)))

@@ -12,7 +12,7 @@ flight until the wait; everything else is checked against that. Rules, each with
 - `read before wait`: nothing reads the result of a launch before its wait; it is waited for once.
 - `no event`: what one lane made and another reads is ordered by an event, or arrived through a wait.
 - `freed in flight`: the last reference to a storage, under whatever alias, is not dropped while a launch uses it.
-- `read after free`: what was freed is not read.
+- `read after free`: what was freed is not read, nor handed on behind the forward.
 - `written in flight`: no op writes to a storage that a launch uses.
 """
 
@@ -48,6 +48,8 @@ def verify(fused: FusedGraph, config: OverlapConfig) -> FusedGraph:
             walk.record(*node.args)
         elif node.target is wait_event:
             walk.wait_event(*node.args)
+        elif node.op == "output":
+            walk.hand_on([value.meta[META] for value in node.all_input_nodes])
     walk.finish()
     return fused
 
@@ -138,6 +140,14 @@ class _Walk:
         self.ran[instance.node.lane].add(self.position)
         for value in instance.frees:
             self._free(ValueRef(instance.mb, value), instance)
+
+    def hand_on(self, refs: list[ValueRef]) -> None:
+        """What is read when the step is over must be alive; gradients have been delivered by then."""
+        for ref in refs:
+            if ref.mb == "F" and ref in self.freed:
+                raise VerifyError(
+                    f"read after free: {ref.value!r} is handed on behind the forward, but an earlier node freed it."
+                )
 
     def finish(self) -> None:
         for launch in self.in_flight.values():
