@@ -160,11 +160,11 @@ class OverlapConfig:
         if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
             raise _reject("process_group", group, "None, a ProcessGroup, or the name of one")
         if self.passes is not None:
-            if not _is_sequence(self.passes):
+            if not _is_sequence(self.passes) or not self.passes:
                 raise _reject(
                     "passes",
                     self.passes,
-                    'a sequence of functions with an attribute stage of "joint", "chunk" or "plan"',
+                    'None, or at least one function with an attribute stage of "joint", "chunk" or "plan"',
                 )
             for each in self.passes:
                 if not callable(each) or getattr(each, "stage", None) not in ("joint", "chunk", "plan"):
