@@ -20,7 +20,12 @@ from fxoverlap.ir import META, OpTag
 aten = torch.ops.aten
 LAUNCHES = (torch.ops._c10d_functional.all_to_all_single.default, torch.ops.fxoverlap.exchange.default)
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d_functional", "_dtensor")
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
+# The same ops under other names, as models that call them by name have them.
+OTHER_NAMES = {
+    torch.ops._c10d_functional_autograd.all_to_all_single.default: LAUNCHES[0],
+    torch.ops.c10d_functional.wait_tensor.default: WAIT,
+}
 # Views whose schema does not say so.
 HIDDEN_VIEWS = (aten._unsafe_view.default, aten._reshape_alias.default, WAIT)
 # Views of every element of what they are made of.

@@ -6,6 +6,7 @@ Out: the same graph; the values and bits of everything that is left are the same
      - a transposition of a transposition is what was transposed;
      - a view of a view of a contiguous tensor is one view;
      - a launch that nothing reads is waited for, as every other one is;
+     - a launch and a wait have one name, whatever namespace the model took them from;
      - a size is computed once, by the first op that gives it, so that a number crosses cuts instead of a tensor, and
        nothing asks a tensor in flight for its size.
 
@@ -35,7 +36,7 @@ def simplify(joint: JointGraph, config: OverlapConfig) -> JointGraph:
     del config
     graph = joint.module.graph
     stands_for: dict[str, str] = {}
-    rules: tuple[Rule, ...] = (no_detach, no_double_transpose, one_view, SizeOnce())
+    rules: tuple[Rule, ...] = (no_detach, no_double_transpose, one_view, one_name, SizeOnce())
     for node in list(op_facts.ops(graph)):
         found = next((new for rule in rules if (new := rule(node)) is not None), None)
         if found is not None:
@@ -72,6 +73,17 @@ def one_view(node: fx.Node) -> fx.Node | None:
         return None
     with node.graph.inserting_before(node):
         new = node.graph.call_function(aten.view.default, (base, *node.args[1:]))
+    new.meta = dict(node.meta)
+    return new
+
+
+def one_name(node: fx.Node) -> fx.Node | None:
+    """A collective of another namespace -> the same op in the namespace that passes know."""
+    known = op_facts.OTHER_NAMES.get(node.target)
+    if known is None:
+        return None
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(known, node.args, node.kwargs)
     new.meta = dict(node.meta)
     return new
 
