@@ -23,7 +23,7 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, FxOverlapError, PlanMismatchError
 from fxoverlap.ir import Plan
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
-from fxoverlap.planner import Built, Planner, Variant
+from fxoverlap.planner import KINDS, Built, Planner, Variant
 from fxoverlap.report import Report, golden, make_report
 from fxoverlap.runtime import (
     Fingerprint,
@@ -110,6 +110,7 @@ class OverlappedModel(nn.Module):
         self._number = next(_numbers)
         self._attempts = 0
         self._last_failed = False
+        self._microbatches: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, without overlap."""
@@ -144,6 +145,7 @@ class OverlappedModel(nn.Module):
                 are untouched but by such hooks.
         """
         ready = self._get_ready(microbatches)
+        self._microbatches = len(ready.given)
         result, progress = StepResult([], []), Progress()
         peers = Peers(ready.group, ready.session) if ready.group is not None else None
         targets = [*self.module.parameters(), *(leaf for part in ready.parts for leaf in part.tensors())]
@@ -188,7 +190,8 @@ class OverlappedModel(nn.Module):
         names = {each.value: each.name for each in variant.capture.joint.inputs}
         return make_report(
             variant.chunk,
-            self.plan("FB"),
+            {kind: self.plan(kind) for kind in KINDS},
+            self._microbatches,
             self._planner.records,
             self._planner.variants,
             [names[position[i]] for i in sorted(variant.layout.snapshots)],

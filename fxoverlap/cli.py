@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     explain = _add(commands, "explain", _explain, "print the nodes and the plan of a model")
     _add_pattern(explain, "[*E][*E]")
     explain.add_argument("--schedule", default="auto", choices=("auto", "megatron", "sequential"), help="order")
+    explain.add_argument("--no-delay-wgrad", action="store_true", help="leave weight gradients where they are")
+    tokens = "in each microbatch of the step that is explained"
+    explain.add_argument("--tokens", type=_count, nargs="+", default=[64, 64], metavar="N", help=tokens)
 
     bench = commands.add_parser("bench", help="measure on this machine")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
@@ -114,10 +117,11 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _explain(options: argparse.Namespace) -> dict[str, Any]:
-    settings = Settings(pattern=options.pattern, microbatches=1, tokens=64, dim=64)
+    each = [Settings(pattern=options.pattern, microbatches=1, tokens=tokens, dim=64) for tokens in options.tokens]
     with one_rank_group() as group:
-        config = fxo.OverlapConfig(schedule=options.schedule)
-        overlapped = fxo.transform(settings.model(group), config, example_inputs=settings.batches(0)[0])
+        config = fxo.OverlapConfig(schedule=options.schedule, delay_wgrad=not options.no_delay_wgrad)
+        overlapped = fxo.transform(each[0].model(group), config)
+        overlapped.step([batch for settings in each for batch in settings.batches(0)])
         golden, report = overlapped.golden(), overlapped.report()
     print(golden)
     print(report)

@@ -106,7 +106,8 @@ def plan(chunk: ChunkGraph, config: fxo.OverlapConfig) -> Plan:
 def report(fused: FusedGraph, config: fxo.OverlapConfig) -> str:
     chunk = fused.plan.forward
     assert chunk is not None
-    return golden(chunk, fused.plan) + str(make_report(chunk, fused.plan, [], 1, (), (), config.delay_wgrad))
+    made = make_report(chunk, {"FB": fused.plan}, None, [], 1, (), (), config.delay_wgrad)
+    return golden(chunk, fused.plan) + str(made)
 
 
 STEPS: list[Callable[..., Any]] = [*JOINT_PASSES, *CHUNK_PASSES, plan, *PLAN_PASSES, verify, report]

@@ -37,7 +37,7 @@ def plan_table(plan: Plan) -> str:
     width = max((len(_label(i)) for i in plan.order if i.node.lane is not Lane.COMM), default=0)
     lines = [f"  {'compute':{width}}  comm"]
     beside: dict[int, list[str]] = {}
-    for start, end in _arrivals(plan.order).items():
+    for start, end in arrivals(plan.order).items():
         for position in range(start + 1, end):
             beside.setdefault(position, []).append(_label(plan.order[start]))
     for position, instance in enumerate(plan.order):
@@ -53,7 +53,7 @@ def _label(instance: Instance) -> str:
     return f"{instance.mb}:{instance.node.name}"
 
 
-def _arrivals(order: Iterable[Instance]) -> dict[int, int]:
+def arrivals(order: Iterable[Instance]) -> dict[int, int]:
     """Position of each launch -> position of the instance that waits for it."""
     order = list(order)
     made_by = {

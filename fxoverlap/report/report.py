@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan
 from fxoverlap.pipeline import PassRecord
+from fxoverlap.report.reasons import covered, in_step, reasons
 
 Row = dict[str, Any]
 
@@ -22,11 +23,14 @@ class Report:
         layers: number of logical layers.
         modules: number of distinct node modules.
         w_moved: W nodes that the FB plan runs later than right behind what they need.
+        exchanges_covered: exchanges that have real work issued beside them, of `exchanges_planned`.
+        exchanges_planned: exchanges of the last step on this rank; before a step, of one fused step.
         variants: number of captured variants.
         buffers_snapshot: FQNs of the buffers that are cloned for each microbatch.
         assigned_attributes: FQNs of module attributes that forward assigns; a step does not update them.
         passes: one row a pass: name, seconds, ops_before, ops_after.
         warnings: what was asked for and had no effect.
+        little_hidden: why little of the communication is hidden, as far as the plans tell.
     """
 
     nodes: tuple[Row, ...]
@@ -34,11 +38,14 @@ class Report:
     layers: int
     modules: int
     w_moved: int
+    exchanges_covered: int
+    exchanges_planned: int
     variants: int
     buffers_snapshot: tuple[str, ...] = ()
     assigned_attributes: tuple[str, ...] = ()
     passes: tuple[Row, ...] = ()
     warnings: tuple[str, ...] = field(default_factory=tuple)
+    little_hidden: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All figures by name, units as the class docstring says."""
@@ -49,6 +56,7 @@ class Report:
             f"{self.layers} logical layers, {len(self.nodes)} schedule nodes ({self.modules} distinct modules), "
             f"{self.exchanges_per_microbatch} exchanges a microbatch, {self.w_moved} W nodes moved, "
             f"{self.variants} variants captured",
+            f"{self.exchanges_covered} of {self.exchanges_planned} exchanges have real work beside them",
             f"{'node':28} {'lane':8} {'ops':>4} {'MFLOP':>10} {'KB sent':>10} {'KB made':>10}",
         ]
         for row in self.nodes:
@@ -60,6 +68,7 @@ class Report:
         lines += [f"buffer cloned for each microbatch: {fqn}" for fqn in self.buffers_snapshot]
         lines += [f"attribute assigned in forward, not updated by a step: {fqn}" for fqn in self.assigned_attributes]
         lines += [f"warning: {text}" for text in self.warnings]
+        lines += [f"why little is hidden: {text}" for text in self.little_hidden]
         return "\n".join(lines)
 
 
@@ -69,14 +78,17 @@ def _plain(value: Any) -> Any:
 
 def make_report(
     chunk: ChunkGraph,
-    plan: Plan,
+    plans: Mapping[str, Plan],
+    microbatches: int | None,
     records: Sequence[PassRecord],
     variants: int,
     snapshots: Sequence[str],
     assigned: Sequence[str],
     delay_wgrad: bool,
 ) -> Report:
-    """The report of a chunk and its FB plan."""
+    """The report of a chunk, its plans by kind, and a step of so many microbatches (None: there was none yet)."""
+    plan = plans["FB"]
+    done, planned = covered(plan) if microbatches is None else in_step(plans, microbatches)
     moved = count_moved(plan.order)
     warnings = []
     has_weights = any(node.phase is Phase.W for node in chunk.nodes)
@@ -91,6 +103,8 @@ def make_report(
         layers=chunk.layers,
         modules=len({id(module) for module in chunk.modules.values()}),
         w_moved=moved,
+        exchanges_covered=done,
+        exchanges_planned=planned,
         variants=variants,
         buffers_snapshot=tuple(snapshots),
         assigned_attributes=tuple(assigned),
@@ -99,6 +113,7 @@ def make_report(
             for r in records
         ),
         warnings=tuple(warnings),
+        little_hidden=reasons(plan, microbatches, delay_wgrad),
     )
 
 

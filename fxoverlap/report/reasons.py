@@ -1,0 +1,81 @@
+"""Why a step hides little of its communication, as far as plans tell without a cost model.
+
+An exchange counts as covered if the plan issues real work (floating point operations) between its launch and the node
+that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan, Slot
+from fxoverlap.report.golden import arrivals
+
+SMALL_BYTES = 64 * 1024
+"""An exchange that sends less waits for the latency of a link, not for its width, at 10 Gbit/s and 50 us."""
+
+UNEVEN = 2.0
+"""Microbatches are uneven if one has this many times the work of the other."""
+
+
+def covered(plan: Plan) -> tuple[int, int]:
+    """(exchanges with real work beside them, all exchanges) of a plan."""
+    done = [0, *accumulate(_flops(instance, plan) for instance in plan.order)]
+    spans = arrivals(plan.order)
+    return sum(done[end] > done[start + 1] for start, end in spans.items()), len(spans)
+
+
+def in_step(plans: Mapping[str, Plan], microbatches: int) -> tuple[int, int]:
+    """(exchanges with real work beside them, all exchanges) of a step: F, then FB for each pair, then B."""
+    times = {"F": 1, "FB": microbatches - 1, "B": 1}
+    figures = [(covered(plans[kind]), count) for kind, count in times.items()]
+    return sum(done * count for (done, _), count in figures), sum(every * count for (_, every), count in figures)
+
+
+def reasons(plan: Plan, microbatches: int | None, delay_wgrad: bool) -> tuple[str, ...]:
+    """Each reason that an FB plan and the number of microbatches give, with its remedy."""
+    count = covered(plan)
+    if not count[1]:
+        return ("no exchange: the model sends no tokens between ranks, so there is nothing to hide",)
+    found = []
+    if microbatches == 1:
+        found.append("one microbatch: there is no other one to overlap with; give step two or more")
+    if not delay_wgrad:
+        found.append("delay_wgrad=False: weight gradients cannot be moved to where an exchange is in flight")
+    if not count[0]:
+        found.append('no cover: the schedule issues no work while an exchange is in flight; use schedule="auto"')
+    largest = max((_sent(i, plan) for i in plan.order if i.node.slot is not Slot.COUNTS), default=0)
+    if largest < SMALL_BYTES:
+        found.append(
+            f"few tokens: the largest exchange sends {largest / 1e3:.1f} KB, so latency counts, and there is little "
+            f"work to hide it behind; give microbatches more tokens"
+        )
+    works = [_work(chunk) for chunk in (plan.forward, plan.backward) if chunk is not None]
+    if max(works) > UNEVEN * min(works):
+        found.append(
+            f"uneven microbatches: the forward of one is {max(works) / 1e6:.2f} MFLOP, of the one beside it "
+            f"{min(works) / 1e6:.2f}; make them equal, or neighbours alike"
+        )
+    return tuple(found)
+
+
+def _chunk(instance: Instance, plan: Plan) -> ChunkGraph:
+    chunk = plan.forward if instance.mb == "F" else plan.backward
+    assert chunk is not None
+    return chunk
+
+
+def _flops(instance: Instance, plan: Plan) -> int:
+    cost = _chunk(instance, plan).costs.get(instance.node.name)
+    return cost.flops if cost is not None else 0
+
+
+def _sent(instance: Instance, plan: Plan) -> int:
+    cost = _chunk(instance, plan).costs.get(instance.node.name)
+    return cost.bytes_sent if cost is not None and instance.node.lane is Lane.COMM else 0
+
+
+def _work(chunk: ChunkGraph) -> int:
+    """Floating point operations of a microbatch's forward."""
+    return sum(chunk.costs[n.name].flops for n in chunk.nodes if n.phase is Phase.F and n.name in chunk.costs)
