@@ -22,7 +22,7 @@ LAUNCHES = (torch.ops._c10d_functional.all_to_all_single.default, torch.ops.fxov
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 # The same ops under other names, as models that call them by name have them.
-OTHER_NAMES = {
+OTHER_NAMES: dict[Any, Any] = {
     torch.ops._c10d_functional_autograd.all_to_all_single.default: LAUNCHES[0],
     torch.ops.c10d_functional.wait_tensor.default: WAIT,
 }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from toys import RawModel, batches, toy
+from toys import RawModel, batches, toy, train_both
 
 import fxoverlap as fxo
 from fxoverlap.capture import capture
@@ -63,3 +63,41 @@ def test_aliases_are_the_storages_of_a_run(group, kind) -> None:
     seen, said = [sorted(map(sorted, groups.values())) for groups in (by_storage, by_root)]
     assert [group for group in seen if group not in said] == []
     assert len(tensors) > 100
+
+
+class Views(RawModel):
+    """Hands a tensor and a flat view of it across two cuts, and returns a view of its input."""
+
+    def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        y = torch.tanh(x + self.embed(tokens))
+        flat = y.view(-1)
+        z = self.layers[0](y)
+        z = self.layers[1](z * flat.view(z.shape))
+        return (self.head(z).square().mean() + (y * flat.view(y.shape)).mean()), x.view(-1)
+
+
+def inputs(count: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(32, (1, 8), generator=generator) for _ in range(count)]
+    return [(each, torch.randn(1, 8, 16, generator=generator)) for each in tokens]
+
+
+def test_b16_b19_two_names_of_one_storage_have_one_lifetime(group) -> None:
+    overlapped = fxo.transform(Views(group), example_inputs=inputs(1)[0])
+    plan = overlapped.plan("F")
+    by_name = {node.name: node for node in plan.forward.joint.module.graph.nodes}
+    (tanh,) = [name for name, node in by_name.items() if node.target is op_facts.aten.tanh.default]
+    names = {name for name, node in by_name.items() if op_facts.storage_root(node).name == tanh}
+    read = {value for node in plan.forward.nodes for value in node.reads} & names
+    assert read == {tanh}, "the base crosses cuts, and its readers make the view again"
+    readers = [i.node.name for i in plan.order if tanh in i.node.reads]
+    assert len(readers) >= 2, readers
+    backward = overlapped.plan("B")
+    last = [i.node.name for i in backward.order if tanh in i.node.reads][-1]
+    assert [i.node.name for p in (plan, backward) for i in p.order if names & set(i.frees)] == [last]
+    result = overlapped.step(inputs(2))
+    assert [torch.equal(out, x.view(-1)) for (out,), (_, x) in zip(result.outputs, inputs(2), strict=True)] == [
+        True
+    ] * 2
+    overlapped.module.zero_grad()
+    assert train_both(overlapped, lambda step: inputs(3, step), steps=2) == []
