@@ -18,7 +18,9 @@ model is left as it was.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -299,15 +301,44 @@ def _split_loss(result: Any) -> tuple[torch.Tensor, Any]:
 _MISSING = object()
 
 
+class _Trail:
+    """The calls of submodules that are under way while tracing, each as `fqn#number of the call`."""
+
+    def __init__(self) -> None:
+        self._under_way: list[str] = []
+        self._count: Counter[str] = Counter()
+
+    def __str__(self) -> str:
+        return "\n".join(self._under_way)
+
+    def followed(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
+        """`forward` such that its calls are noted."""
+
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._under_way:  # the tracer runs the model several times
+                self._count.clear()
+            self._under_way.append(f"{fqn}#{self._count[fqn]}")
+            self._count[fqn] += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._under_way.pop()
+
+        return call
+
+
 @contextlib.contextmanager
 def _annotated(model: nn.Module, place: _Place) -> Iterator[None]:
-    """Let every op that a submodule's forward runs carry the submodule's FQN."""
-    wrapped = []
+    """Let every op that a submodule's forward runs carry the submodule's FQN and the calls that led to it."""
+    wrapped, trail = [], _Trail()
     try:
         for fqn, module in model.named_modules():
             had = module.__dict__.get("forward", _MISSING)
             wrapped.append((module, had))
-            module.forward = _note_failure(compat.annotated(module.forward, "fqn", fqn), fqn, place)
+            forward = compat.annotated(module.forward, "fqn", functools.partial(str, fqn))
+            forward = compat.annotated(forward, "calls", functools.partial(str, trail))
+            module.forward = _note_failure(trail.followed(forward, fqn), fqn, place)
         yield
     finally:
         for module, had in wrapped:
@@ -517,4 +548,5 @@ def _tag(node: fx.Node) -> OpTag:
     phase = Phase.B if compat.is_backward(node) else Phase.F
     # Autograd attributes the sums of several gradients to whichever module came last; they have no module.
     fqn = None if compat.is_gradient_accumulation(node) else compat.annotation(node, "fqn")
-    return OpTag(phase, fqn)
+    calls = compat.annotation(node, "calls") if fqn is not None else None
+    return OpTag(phase, fqn, calls=tuple(calls.split("\n")) if calls else ())

@@ -6,6 +6,7 @@ Each section names the versions on which it was checked. `tests/test_compat.py` 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -203,9 +204,14 @@ def autocast_seen() -> Iterator[set[torch.dtype]]:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
-def annotated(forward: Callable[..., Any], key: str, value: str) -> Callable[..., Any]:
-    """`forward` such that every node traced in it carries `{key: value}` (the innermost value wins)."""
-    return annotate_fn({key: value})(forward)
+def annotated(forward: Callable[..., Any], key: str, value: Callable[[], str]) -> Callable[..., Any]:
+    """`forward` such that every node traced in a call carries `{key: value()}` (the innermost value wins)."""
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return annotate_fn({key: value()})(forward)(*args, **kwargs)
+
+    return wrapper
 
 
 def annotation(node: fx.Node, key: str) -> str | None:

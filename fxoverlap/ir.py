@@ -97,11 +97,14 @@ class OpTag:
         phase: F or B as the tracer saw it.
         fqn: FQN of the innermost module that ran the op; "" for the model itself; None where it cannot be known.
         layer: index of the physical layer; None outside the layers.
+        calls: the calls of modules that were under way, outermost first, each as `fqn#number of the call`; empty where
+            only `fqn` is known.
     """
 
     phase: Phase
     fqn: str | None
     layer: int | None = None
+    calls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class PhysicalLayer:
     """One module that the layer globs match.
 
     Attributes:
-        fqn: its fully qualified name.
+        fqn: its fully qualified name; a module that runs several times is as many layers.
         symbol: its symbol in the pattern, None without a pattern.
         group: index of its logical layer as the pattern sees it, None without a pattern.
     """

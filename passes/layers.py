@@ -5,7 +5,7 @@ Out: the same graph; `OpTag.layer` and `Exchange.layer` are filled in, and `phys
      which the model runs them.
 
 A glob matches whole FQN parts and may start at any part: `layers.*` matches `layers.3` and `model.layers.3`. Of nested
-matches the outermost counts.
+matches, in names and in calls, the outermost counts. A module that runs several times is a layer each time.
 
 Raises UnsupportedError: a pattern is given and no layer matches; the number of layers differs from the pattern's
 symbols; an exchange runs in a layer whose symbol is not `E`, or outside the layers while others run inside.
@@ -14,6 +14,7 @@ symbols; an exchange runs in a layer whose symbol is not `E`, or outside the lay
 from __future__ import annotations
 
 import fnmatch
+import functools
 from dataclasses import replace
 
 from fxoverlap.config import OverlapConfig
@@ -22,19 +23,23 @@ from fxoverlap.ir import META, JointGraph, Phase, PhysicalLayer
 from fxoverlap.passes import op_facts
 from fxoverlap.pattern import Pattern, parse
 
+Run = tuple[str, int]
+"""FQN of a layer, and how often it had run before."""
+
 
 def layers(joint: JointGraph, config: OverlapConfig) -> JointGraph:
     """Fill in layer labels."""
     globs = [config.layers] if isinstance(config.layers, str) else list(config.layers)
     nodes = list(op_facts.ops(joint.module.graph))
-    found: dict[str, int] = {}
+    found: dict[Run, int] = {}
+    run_of = functools.cache(functools.partial(_run, globs))
     for node in nodes:
         tag = op_facts.tag(node)
-        fqn = _layer_fqn(tag.fqn, globs)
-        if fqn is not None and (tag.phase is Phase.F or fqn in found):
-            index = found.setdefault(fqn, len(found))
+        run = run_of(tag.calls or (f"{tag.fqn or ''}#0",))
+        if run is not None and (tag.phase is Phase.F or run in found):
+            index = found.setdefault(run, len(found))
             node.meta[META] = replace(tag, layer=index)
-    physical = tuple(PhysicalLayer(fqn) for fqn in found)
+    physical = tuple(PhysicalLayer(fqn) for fqn, _ in found)
     by_name = {node.name: op_facts.tag(node).layer for node in nodes}
     exchanges = tuple(replace(each, layer=by_name[each.launches[0]]) for each in joint.exchanges)
     joint = replace(joint, physical=physical, exchanges=_same_layer_as_forward(exchanges))
@@ -47,10 +52,21 @@ def layers(joint: JointGraph, config: OverlapConfig) -> JointGraph:
 layers.stage = "joint"  # type: ignore[attr-defined]
 
 
-def _layer_fqn(fqn: str | None, globs: list[str]) -> str | None:
+def _run(globs: list[str], calls: tuple[str, ...]) -> Run | None:
+    """The layer that the outermost of nested calls is of or belongs to, and which of its runs it is.
+
+    Runs are told apart where the layer itself is called; a model that calls the parts of a layer has one run of it.
+    """
+    for call in calls:
+        fqn, _, number = call.rpartition("#")
+        layer = _layer_fqn(fqn, globs)
+        if layer is not None:
+            return layer, int(number) if layer == fqn else 0
+    return None
+
+
+def _layer_fqn(fqn: str, globs: list[str]) -> str | None:
     """The outermost prefix of an FQN that a glob matches."""
-    if not fqn:
-        return None
     parts = fqn.split(".")
     for end in range(1, len(parts) + 1):
         for glob in globs:

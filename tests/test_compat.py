@@ -65,8 +65,8 @@ def targets(module: fx.GraphModule) -> list[Any]:
 def joint() -> fx.GraphModule:
     """`Outer`, with the FQN of the submodule on what its forward runs."""
     outer = Outer()
-    outer.inner.linear.forward = compat.annotated(outer.inner.linear.forward, "fqn", "inner.linear")
-    outer.inner.forward = compat.annotated(outer.inner.forward, "fqn", "inner")
+    outer.inner.linear.forward = compat.annotated(outer.inner.linear.forward, "fqn", lambda: "inner.linear")
+    outer.inner.forward = compat.annotated(outer.inner.forward, "fqn", lambda: "inner")
     return export(outer, torch.randn(2, 4, requires_grad=True), torch.randn(2, 4))
 
 
