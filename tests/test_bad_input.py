@@ -112,6 +112,19 @@ def test_forward(name: str, first_step: bool) -> None:
         model(X)
 
 
+def test_b91_layer_that_needs_real_values_is_refused_by_transform() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float(x.detach().numpy().std())
+
+    model = toy("*-")
+    model.layers[1] = Looks(16, 16)
+    with untouched(model), pytest.raises(fxo.CaptureError) as caught:
+        fxo.transform(model, example_inputs=batches(1)[0])
+    check(str(caught.value), ["'layers.1'", "test_bad_input.py:", "numpy", "Replace what needs real values"])
+    model(*batches(1)[0]).backward()
+
+
 def test_a_refusal_does_not_spoil_the_next_step() -> None:
     sign = [False]
     model = Model(lambda y: (y.sum() if y.sum() > 0 else -y.sum()) if sign[0] else y.sum())

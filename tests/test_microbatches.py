@@ -148,11 +148,33 @@ def test_b97_all_forms_of_one_microbatch_give_one_result() -> None:
     assert same_bits(losses[0], call(model, forms[0]).detach())
 
 
+class KeywordsOnly(nn.Module):
+    """Takes two tensors of one shape and type by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, pos: Tensor, mask: Tensor) -> Tensor:
+        return (self.linear(x + pos) * mask).square().sum()
+
+
 def test_b98_keywords_are_bound_by_name() -> None:
-    overlapped = fxo.transform(Named())
-    x, mask = numbers(0), numbers(1)
-    overlapped.step([{"x": x, "mask": mask}, {"mask": mask, "x": x}])
+    """Whatever their order; all orders are one variant."""
+    overlapped = fxo.transform(KeywordsOnly())
+
+    def given(step: int) -> list[dict[str, Tensor]]:
+        x, pos, mask = (numbers(10 * step + i) for i in range(3))
+        return [
+            {"x": x, "pos": pos, "mask": mask},
+            {"mask": mask, "pos": pos, "x": x},
+            {"pos": pos, "x": x, "mask": mask},
+        ]
+
+    assert train_both(overlapped, given) == []
     assert overlapped.report().variants == 1
+    result = overlapped.step(given(0))
+    assert all(same_bits(loss, result.losses[0]) for loss in result.losses)
 
 
 def test_a_list_and_a_tuple_of_microbatches_are_the_same() -> None:
