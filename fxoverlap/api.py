@@ -33,6 +33,7 @@ from fxoverlap.runtime import (
     Standing,
     agree,
     all_or_nothing,
+    held_accumulators,
     report_failure,
     run,
     step_error,
@@ -149,6 +150,7 @@ class OverlappedModel(nn.Module):
         result, progress = StepResult([], []), Progress()
         peers = Peers(ready.group, ready.session) if ready.group is not None else None
         targets = [*self.module.parameters(), *(leaf for part in ready.parts for leaf in part.tensors())]
+        ready.held = held_accumulators(targets)
         with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(targets), watched(peers):
             try:
                 self._run(ready, result, outputs, progress)
@@ -251,6 +253,7 @@ class OverlappedModel(nn.Module):
             [leaves.values[i] for i in variant.capture.leaves],
             variant.constants,
             scale_as_gradient(scale, variant.loss_dtype),
+            ready.held,
         )
 
     def _collect(self, result: StepResult, state: MicrobatchState, variant: Variant, outputs: bool) -> None:
@@ -275,6 +278,7 @@ class _Ready:
         session: what the ranks call this step.
         group: the largest group whose ranks run it together; None if there is one rank.
         given, parts, variants: one each a microbatch.
+        held: parameters and microbatch tensors whose accumulation may have hooks.
         programs: in the order in which they run, one more than microbatches.
     """
 
@@ -284,6 +288,7 @@ class _Ready:
     parts: list[Leaves] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
     programs: list[Built] = field(default_factory=list)
+    held: frozenset[int] = frozenset()
 
 
 def _add_prefix(overlapped: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

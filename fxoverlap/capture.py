@@ -382,7 +382,7 @@ def _refuse_effects(graph: fx.Graph) -> None:
         remedy = "Declare what the op changes with mutates_args instead of an effect."
         if name.startswith("c10d."):
             remedy = (
-                "Use torch.distributed._functional_collectives, for example all_reduce(x, 'sum', group) or "
+                "Use PyTorch's functional collectives, for example all_reduce(x, 'sum', group) or "
                 "all_to_all_single_autograd(x, received, sent, group), instead of torch.distributed's own functions."
             )
         raise UnsupportedError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -376,6 +377,17 @@ class BoxedCodeGen(CodeGen):
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
     """Whether something the user registered wants to see this leaf's gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def accumulator_is_held(leaf: torch.Tensor) -> bool:
+    """Whether Python holds the autograd node that accumulates into this leaf, to which it can add hooks.
+
+    The node lives only as long as somebody holds it; a hook on it cannot be seen.
+    """
+    with torch.enable_grad():
+        node = leaf.expand_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    # The variable here and the argument of getrefcount are two references.
+    return sys.getrefcount(node) > 2
 
 
 def storage_id(tensor: torch.Tensor) -> int:

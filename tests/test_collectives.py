@@ -353,7 +353,7 @@ def all_reduce_backward(m: Aux, x: Tensor) -> Tensor:
 def test_collectives_in_place_are_refused_by_name(group: dist.ProcessGroup, use: Any, op: str) -> None:
     phase = "backward" if use is all_reduce_backward else "forward"
     model = seeded(lambda: Net(Aux(use, group)))
-    words = rf"The {phase} of module 'layers\.0' calls c10d\.{op}.*Use torch\.distributed\._functional_collectives"
+    words = rf"The {phase} of module 'layers\.0' calls c10d\.{op}.*Use PyTorch's functional collectives"
     with pytest.raises(fxo.UnsupportedError, match=words):
         fxo.transform(model, example_inputs=batches(1)[0])
     assert model(*batches(1)[0]).isfinite()

@@ -401,6 +401,44 @@ def test_tensor_hooks_are_seen() -> None:
         assert not compat.has_tensor_hooks(leaf)
 
 
+def test_held_accumulators_are_seen() -> None:
+    leaf = nn.Parameter(torch.ones(2))
+    assert not compat.accumulator_is_held(leaf)
+    node = leaf.expand_as(leaf).grad_fn.next_functions[0][0]
+    assert compat.accumulator_is_held(leaf)
+    del node
+    assert not compat.accumulator_is_held(leaf)
+
+
+def test_autocast_is_seen_where_it_caches() -> None:
+    with compat.autocast_seen() as seen:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            pass
+        with torch.autocast("cpu", enabled=False):
+            pass
+        assert seen == set()
+        with torch.autocast("cpu", torch.bfloat16):
+            pass
+        assert seen == {torch.bfloat16}
+    with torch.autocast("cpu", torch.float16), compat.autocast_seen() as seen:
+        assert seen == {torch.float16}
+
+
+def test_default_store_and_names_of_groups(group: dist.ProcessGroup) -> None:
+    store = compat.default_store()
+    assert not store.check(["fxoverlap/test"])
+    store.set("fxoverlap/test", "1")
+    assert store.check(["fxoverlap/test"]) and store.get("fxoverlap/test") == b"1"
+    assert group.group_name in compat.group_names()
+
+
+def test_connection_errors_are_told() -> None:
+    assert compat.is_connection_error(dist.DistNetworkError("lost"))
+    assert compat.is_connection_error(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert not compat.is_connection_error(RuntimeError("shapes do not fit"))
+    assert not compat.is_connection_error(ValueError("Timed out"))
+
+
 @pytest.mark.parametrize(
     "function",
     [

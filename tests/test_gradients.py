@@ -98,6 +98,17 @@ def queues_a_callback(p: nn.Parameter, seen: list[Tensor]) -> None:
     p.register_hook(hook)
 
 
+HELD: list[Any] = []
+"""Accumulation nodes that outlive the function that asked for them, as data-parallel wrappers keep them."""
+
+
+def sees_the_accumulation(p: nn.Parameter, seen: list[Any]) -> None:
+    with torch.enable_grad():
+        node = p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_hook(lambda *_: seen.append(p.grad.clone()))
+    HELD.append(node)
+
+
 HOOKS: dict[str, Hook] = {
     "sees the gradient": sees_the_gradient,
     "doubles the gradient": doubles_the_gradient,
@@ -106,6 +117,7 @@ HOOKS: dict[str, Hook] = {
     "changes the sum": changes_the_sum,
     "b33 moves it aside": moves_it_aside,
     "b24 queues a callback": queues_a_callback,
+    "sees the accumulation": sees_the_accumulation,
 }
 
 

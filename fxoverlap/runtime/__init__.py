@@ -3,7 +3,7 @@
 from fxoverlap.runtime.agreement import Fingerprint, Standing, agree
 from fxoverlap.runtime.executor import Progress, run
 from fxoverlap.runtime.failure import step_error
-from fxoverlap.runtime.gradients import all_or_nothing
+from fxoverlap.runtime.gradients import all_or_nothing, held_accumulators
 from fxoverlap.runtime.peers import Peers, report_failure, watched
 from fxoverlap.runtime.program import Program, lower
 from fxoverlap.runtime.state import Layout, MicrobatchState
@@ -18,6 +18,7 @@ __all__ = [
     "Standing",
     "agree",
     "all_or_nothing",
+    "held_accumulators",
     "lower",
     "report_failure",
     "run",

@@ -68,7 +68,7 @@ def _issue(operation: Operation, state: MicrobatchState) -> None:
         gradients = [
             results[i] if operation.writes[i] is None else results[i].clone() for i, _, _ in operation.gradients
         ]
-        deliver(targets, gradients)
+        deliver(targets, gradients, state.held)
     for position, result in zip(operation.writes, results, strict=True):
         if position is not None:
             values[position] = result

@@ -75,7 +75,9 @@ def _is_past_the_last_launch(progress: Progress) -> bool:
 
 def _in_flight(progress: Progress) -> list[torch.Tensor]:
     """Results of launches that no node has waited for."""
-    found = []
+    found: list[torch.Tensor] = []
+    if _operation(progress) is None:
+        return found
     done = progress.operations[: progress.index + 1]
     for i, operation in enumerate(done[:-1]):
         if operation.instance.node.lane is not Lane.COMM:

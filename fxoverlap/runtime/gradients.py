@@ -7,16 +7,28 @@ queued callbacks run as they do in eager. Without hooks it is assigned or added 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from fxoverlap import compat
 
 
-def deliver(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-    """Accumulate one microbatch's gradients of several leaf tensors, in order."""
-    if any(compat.has_tensor_hooks(target) for target in targets):
+def held_accumulators(targets: Iterable[torch.Tensor]) -> frozenset[int]:
+    """`id`s of the tensors to whose accumulation somebody may have added hooks that cannot be seen."""
+    leaves = (target for target in targets if target.is_leaf and target.requires_grad)
+    return frozenset(id(leaf) for leaf in leaves if compat.accumulator_is_held(leaf))
+
+
+def deliver(targets: list[torch.Tensor], gradients: list[torch.Tensor], held: frozenset[int]) -> None:
+    """Accumulate one microbatch's gradients of several leaf tensors, in order.
+
+    Args:
+        targets: the tensors.
+        gradients: one each.
+        held: what `held_accumulators` found.
+    """
+    if any(id(target) in held or compat.has_tensor_hooks(target) for target in targets):
         with torch.enable_grad():
             torch.autograd.backward(targets, gradients)
         return

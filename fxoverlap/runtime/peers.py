@@ -194,7 +194,8 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     if peers is None:
         return _wait_tensor(tensor)
     peers.call(lambda: _wait_tensor(tensor))
-    return tensor
+    # It has arrived; profilers and dispatch modes of this thread are to see the wait as well.
+    return _wait_tensor(tensor)
 
 
 def launch(op: Any, *args: Any) -> torch.Tensor:

@@ -76,6 +76,7 @@ class MicrobatchState:
         buffers: the buffers, likewise.
         leaves: the tensors of the microbatch, likewise.
         versions: of each parameter, how often it had been written to when the forward began.
+        held: what `held_accumulators` found of parameters and leaves.
     """
 
     number: int
@@ -85,6 +86,7 @@ class MicrobatchState:
     buffers: Sequence[torch.Tensor]
     leaves: Sequence[torch.Tensor]
     versions: tuple[int, ...]
+    held: frozenset[int]
 
     @staticmethod
     def begin(
@@ -95,10 +97,11 @@ class MicrobatchState:
         leaves: Sequence[torch.Tensor],
         constants: dict[str, torch.Tensor],
         tangent: torch.Tensor,
+        held: frozenset[int],
     ) -> MicrobatchState:
         """Bind the graph's inputs."""
         versions = tuple(map(compat.times_written, params))
-        state = MicrobatchState(number, layout, [None] * len(layout.index), params, buffers, leaves, versions)
+        state = MicrobatchState(number, layout, [None] * len(layout.index), params, buffers, leaves, versions, held)
         for position, each in layout.bound:
             if each.kind is InputKind.PARAM:
                 value = params[each.index]
