@@ -12,6 +12,7 @@ import copy
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -136,12 +137,31 @@ _MARK = 0x6F7665726C6170
 """A seed that nobody else sets."""
 
 
-@contextlib.contextmanager
-def draws_kept(model: nn.Module) -> Iterator[None]:
-    """Put the random generators back when the block, a forward, ends.
+@dataclass(slots=True)
+class Draws:
+    """What forward drew.
 
-    Raises UnsupportedError if it seeded a generator of torch that is the default one or a module's, or drew from
-    Python's or NumPy's: that would happen while tracing only.
+    Attributes:
+        elsewhere: whether numbers came from the generator of Python or of NumPy.
+    """
+
+    elsewhere: bool = False
+
+    def refuse_elsewhere(self) -> None:
+        """Raise UnsupportedError if numbers came from elsewhere than torch."""
+        if self.elsewhere:
+            raise UnsupportedError(
+                "The forward draws from Python's random or numpy.random, which happens while tracing only: every "
+                "microbatch would get the same numbers. Draw with torch's functions."
+            )
+
+
+@contextlib.contextmanager
+def draws_kept(model: nn.Module, draws: Draws) -> Iterator[None]:
+    """Put the random generators back when the block, a forward, ends, and note what it drew.
+
+    Raises UnsupportedError if it seeded a generator of torch that is the default one or a module's: that would happen
+    while tracing only.
     """
     held = [each for module in model.modules() for each in vars(module).values() if isinstance(each, torch.Generator)]
     generators = [(each, each.get_state()) for each in (torch.default_generator, *held)]
@@ -156,10 +176,7 @@ def draws_kept(model: nn.Module) -> Iterator[None]:
         if any(generator.initial_seed() != _MARK for generator, _ in generators):
             _refuse_seed()
         if random.getstate() != python or (numpy and repr(numpy.get_state(legacy=False)) != repr(numbers)):
-            raise UnsupportedError(
-                "The forward draws from Python's random or numpy.random, which happens while tracing only: every "
-                "microbatch would get the same numbers. Draw with torch's functions."
-            )
+            draws.elsewhere = True
     finally:
         for generator, state in generators:
             generator.set_state(state)

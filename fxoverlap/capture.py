@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxoverlap import compat
-from fxoverlap.aside import Before, Watch, draws_kept, restored
+from fxoverlap.aside import Before, Draws, Watch, draws_kept, restored
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import CaptureError, UnsupportedError
 from fxoverlap.ir import META, GraphInput, InputKind, JointGraph, OpTag, Phase
@@ -103,6 +103,8 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
             raise _capture_error(error, place) from error
     assert chunk.output is not None
     _refuse_effects(module.graph)
+    # Not while tracing, because torch itself numbers collectives in place that way.
+    chunk.draws.refuse_elsewhere()
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
     _refuse_weights_cast_twice(joint, autocast)
     _refuse_hidden_state(joint, chunk)
@@ -243,6 +245,7 @@ class _Chunk(nn.Module):
         for i, buffer in enumerate(self.state_buffers):
             self.register_buffer(f"b{i}", buffer)
         self.output: OutputSpec | None = None
+        self.draws = Draws()
         self.drawn_from: list[torch.Generator] | None = None
         self.replaced: dict[int, int] = {}  # position among the results -> buffer
 
@@ -254,7 +257,7 @@ class _Chunk(nn.Module):
         state |= {f"model.{name}": getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         # Forward runs twice. The second time it must not see what the first has left on the modules.
         self.before.restore()
-        with draws_kept(self.inner[0]), Watch(self.drawn_from) as watch:
+        with draws_kept(self.inner[0], self.draws), Watch(self.drawn_from) as watch:
             result, replaced = torch.func.functional_call(self.inner[0], state, unflatten(values, self.spec))
         self.drawn_from = watch.generators
         loss, rest = _split_loss(result)

@@ -7,7 +7,7 @@ became final, and drops what dies with it. Event markers become nothing on a CPU
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,9 @@ def lower(fused: FusedGraph, forward: Layout | None, backward: Layout | None) ->
     layouts = {"F": forward, "B": backward}
     operations = []
     callables: dict[nn.Module, Callable[..., Any]] = {}
+    targets: dict[str, list[GraphInput]] = {}
+    for value, target in backward.gradients if backward is not None else ():
+        targets.setdefault(value, []).append(target)
     for node in fused.module.graph.nodes:
         if node.op == "call_module":
             instance = node.meta[META]
@@ -70,7 +73,8 @@ def lower(fused: FusedGraph, forward: Layout | None, backward: Layout | None) ->
             module = fused.module.get_submodule(node.target)
             if module not in callables:
                 callables[module] = _watched(module)
-            operations.append(_operation(node, module, callables[module], instance, layout))
+            final = targets if instance.mb == "B" else {}
+            operations.append(_operation(node, module, callables[module], instance, layout, final))
     return Program(tuple(operations))
 
 
@@ -103,16 +107,18 @@ def _launches(module: nn.Module) -> bool:
 
 
 def _operation(
-    node: fx.Node, module: nn.Module, call: Callable[..., Any], instance: Instance, layout: Layout
+    node: fx.Node,
+    module: nn.Module,
+    call: Callable[..., Any],
+    instance: Instance,
+    layout: Layout,
+    targets: Mapping[str, Sequence[GraphInput]],
 ) -> Operation:
     written: dict[int, str] = {}
     for user in node.users:
         if user.target is operator.getitem:
             ref: ValueRef = user.meta[META]
             written[user.args[1]] = ref.value  # type: ignore[index]
-    targets: dict[str, list[GraphInput]] = {}
-    for value, target in layout.gradients if instance.mb == "B" else ():
-        targets.setdefault(value, []).append(target)
     arguments: Any = node.args[0]
     read = [argument.meta[META].value for argument in arguments]
     dying = [value for value in instance.frees if value not in written.values()]
