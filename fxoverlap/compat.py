@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor.config
+import torch._prims_common
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import fx, nn
@@ -56,9 +57,39 @@ def check_torch_version(version: str) -> None:
 # --- joint export (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
+_BATCH_NORMS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit_no_training",
+        "native_batch_norm_backward",
+    )
+)
+
+
+class EagerLayoutMode(FakeTensorMode):
+    """Fake tensors with the layouts that the kernels of a CPU give.
+
+    Batch norm and its backward lay their result out as their input suggests, contiguous or channels last; torch's fake
+    ones copy the strides of a transposed input. Ops that ask for the layout, such as reshape, would then be traced
+    otherwise than eager runs them.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on fake tensors."""
+        result = super().dispatch(func, types, args, kwargs)
+        if func not in _BATCH_NORMS or result[0] is None:
+            return result
+        position = 1 if func is torch.ops.aten.native_batch_norm_backward.default else 0
+        layout = torch._prims_common.suggest_memory_format(args[position])
+        return (result[0].contiguous(memory_format=layout), *result[1:])
+
+
 def new_fake_mode() -> FakeTensorMode:
     """A fake mode in which shapes are static and only data-dependent sizes become symbols."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    return EagerLayoutMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
@@ -141,6 +172,29 @@ def compile_ignored() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def eager_draws() -> Iterator[None]:
+    """Trace `x.bernoulli_(p)` as `ops.draws` has it where x is not contiguous: torch's functional op draws otherwise.
+
+    Draws from a generator of the user's own stay as they are.
+    """
+    op = torch.ops.aten.bernoulli_.float
+    key = torch._C.DispatchKey.Autograd
+
+    def bernoulli_(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
+        if generator is None and not x.is_contiguous():
+            return x.copy_(torch.ops.fxoverlap.bernoulli_like(x, p))
+        return op._op_dk(torch._C.DispatchKey.AutogradCPU, x, p, generator=generator)
+
+    op.py_kernels[key] = bernoulli_
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        del op.py_kernels[key]
+        op._dispatch_cache.clear()
+
+
 def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode) -> fx.GraphModule:
     """The joint forward/backward ATen graph of `module(*args)`, functional, with descriptors on its ends.
 
@@ -154,6 +208,7 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
         stack.enter_context(eager_composites())
         stack.enter_context(unread_effects_kept())
         stack.enter_context(compile_ignored())
+        stack.enter_context(eager_draws())
         # Else dead-code elimination takes draws for pure, and drops those that nothing reads.
         stack.enter_context(torch._inductor.config.patch(fallback_random=True))
         return aot_export_joint_with_descriptors(stack, module, args).graph_module

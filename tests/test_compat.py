@@ -219,6 +219,41 @@ def test_collectives_in_place_are_found(group: dist.ProcessGroup) -> None:
     assert [name for _, name in compat.in_place_effects(module.graph)] == ["c10d.allreduce_.default"]
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(2, 4, 3),
+        torch.randn(2, 3, 4).mT,
+        torch.randn(2, 4, 3, 5),
+        torch.randn(2, 3, 5, 4).permute(0, 3, 1, 2),
+        torch.randn(2, 4, 5, 3).mT,
+        torch.randn(3, 4),
+    ],
+    ids=lambda x: str(x.stride()),
+)
+def test_fake_batch_norm_has_the_layout_of_the_real_one(x: Tensor, training: bool) -> None:
+    def both(x: Tensor, weight: Tensor, mean: Tensor, var: Tensor) -> list[tuple[int, ...]]:
+        out, *saved = aten.native_batch_norm(x, weight, weight, mean, var, training, 0.1, 1e-5)
+        back = aten.native_batch_norm_backward(
+            torch.ones_like(out), x, weight, mean, var, *saved, training, 1e-5, [True] * 3
+        )
+        return [out.stride(), *(each.stride() for each in back)]
+
+    ones = [torch.ones(4) for _ in range(3)]
+    mode = compat.new_fake_mode()
+    fakes = [compat.fake_like(mode, each) for each in (x, *ones)]
+    assert both(*fakes) == both(x, *ones)
+
+
+def test_draws_are_put_back() -> None:
+    op = aten.bernoulli_.float
+    before = dict(op.py_kernels)
+    with compat.eager_draws():
+        assert op.py_kernels != before
+    assert op.py_kernels == before
+
+
 def test_export_is_functional_and_leaves_the_fake_mode(joint: fx.GraphModule) -> None:
     assert [str(t) for t in targets(joint) if getattr(t, "_schema", None) and t._schema.is_mutable] == []
     assert type(torch.zeros(2)) is torch.Tensor, "a tensor made now is real"

@@ -1,0 +1,72 @@
+"""Kernels whose result depends on how a tensor lies in memory: a step runs them on the layouts that eager has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from toys import train_both
+
+
+class Net(nn.Module):
+    """A linear layer, a module, and a function of both and of the input [4, positions, 16]."""
+
+    def __init__(self, inner: nn.Module, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.inner, self.function = nn.Linear(16, 16), inner, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.inner, self.linear(x)).square().sum()
+
+
+def inputs(step: int) -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randn(4, 5, 16, generator=generator),) for _ in range(2)]
+
+
+def transposed(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(x.transpose(1, 2)).transpose(1, 2).tanh()
+
+
+def images(inner: nn.Module, x: Tensor) -> Tensor:
+    """Channels last."""
+    return inner(x.view(4, 5, 4, 4).permute(0, 3, 1, 2)).tanh()
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: Net(nn.BatchNorm1d(16), transposed),
+    "instance norm and linear": lambda: Net(nn.Linear(16, 16), lambda inner, x: inner(transposed(F.instance_norm, x))),
+    "batch norm in eval mode": lambda: Net(nn.BatchNorm1d(16), transposed).eval(),
+    "batch norm of images": lambda: Net(nn.BatchNorm2d(4), images),
+    "dropout": lambda: Net(nn.Dropout(0.3), transposed),
+    "dropout in place": lambda: Net(nn.Dropout(0.3, inplace=True), transposed),
+    "dropout in bf16": lambda: Net(nn.Dropout(0.3), lambda inner, x: transposed(inner, x.bfloat16()).float()),
+    "alpha dropout": lambda: Net(nn.AlphaDropout(0.3), transposed),
+    "dropout of channels": lambda: Net(nn.Dropout1d(0.3), transposed),
+    "mask drawn by hand": lambda: Net(nn.Identity(), lambda _, x: x.mT * torch.empty_like(x.mT).bernoulli_(0.3)),
+    "functional draw": lambda: Net(nn.Identity(), lambda _, x: x.mT * torch.bernoulli(x.detach().mT, 0.3)),
+    "other draws": lambda: Net(
+        nn.Identity(), lambda _, x: x.mT * torch.rand_like(x.mT) * torch.empty_like(x.mT).normal_().exponential_()
+    ),
+    "encoder layer": lambda: Net(nn.TransformerEncoderLayer(16, 2, 8, 0.2, batch_first=True), nn.Module.__call__),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layout(name: str) -> None:
+    assert train_both(CASES[name](), inputs) == []
+
+
+@pytest.mark.xfail(strict=True, reason="in-place ops on parts of `unsafe_chunk` are traced into contiguous results")
+def test_gru() -> None:
+    assert train_both(Net(nn.GRU(16, 16, batch_first=True), lambda inner, x: inner(x)[0]), inputs) == []
+
+
+@pytest.mark.xfail(strict=True, reason="F nodes run without grad mode, in which oneDNN's LSTM keeps no workspace")
+def test_lstm() -> None:
+    assert train_both(Net(nn.LSTM(16, 16, batch_first=True), lambda inner, x: inner(x)[0]), inputs) == []
