@@ -106,6 +106,7 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     # Not while tracing, because torch itself numbers collectives in place that way.
     chunk.draws.refuse_elsewhere()
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
+    _refuse_other_roundings(model, autocast)
     _refuse_weights_cast_twice(joint, autocast)
     _refuse_hidden_state(joint, chunk)
     _refuse_carried_state(joint, before)
@@ -261,6 +262,8 @@ class _Chunk(nn.Module):
             result, replaced = torch.func.functional_call(self.inner[0], state, unflatten(values, self.spec))
         self.drawn_from = watch.generators
         loss, rest = _split_loss(result)
+        if compat.is_view(loss) or any(loss is each for each in (*state.values(), *tensors)):
+            loss = loss.clone()  # the exporter gives no tangent to an output that is an input or a view of one
         leaves, spec = compat.flatten_with_path(rest)
         tensors_out: list[torch.Tensor] = []
         kept: list[Any] = []
@@ -383,6 +386,8 @@ def _refuse_effects(graph: fx.Graph) -> None:
         phase = "backward" if compat.is_backward(node) else "forward"
         where = compat.annotation(node, "fqn") or "(the model itself)"
         remedy = "Declare what the op changes with mutates_args instead of an effect."
+        if name.startswith("aten."):
+            remedy = "Use the variant that gives its outcome back instead of raising, such as torch.linalg.inv_ex."
         if name.startswith("c10d."):
             remedy = (
                 "Use PyTorch's functional collectives, for example all_reduce(x, 'sum', group) or "
@@ -434,6 +439,21 @@ def _describe(module: fx.GraphModule, chunk: _Chunk, paths: list[str]) -> JointG
         if node.op not in ("placeholder", "output"):
             node.meta[META] = _tag(node)
     return JointGraph(module, tuple(inputs), loss, tuple(outputs), tuple(mutations), tuple(gradients))
+
+
+def _refuse_other_roundings(model: nn.Module, autocast: set[torch.dtype]) -> None:
+    """Raise UnsupportedError for modules of torch of which a functional graph rounds otherwise than eager."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, (nn.GRU, nn.GRUCell)):
+            reason = "works in place on strided parts of a tensor, where a functional graph has contiguous ones"
+        elif isinstance(module, nn.Bilinear) and autocast:
+            reason = "runs in float32 under autocast, which would cast the ops that a graph has in its place"
+        else:
+            continue
+        raise UnsupportedError(
+            f"Module {fqn!r} ({type(module).__name__}) {reason}, so that the results would differ in their last bits. "
+            f"Write the module with plain tensor ops."
+        )
 
 
 def _refuse_weights_cast_twice(joint: JointGraph, autocast: set[torch.dtype]) -> None:

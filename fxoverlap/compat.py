@@ -69,27 +69,27 @@ _BATCH_NORMS = frozenset(
 )
 
 
-class EagerLayoutMode(FakeTensorMode):
-    """Fake tensors with the layouts that the kernels of a CPU give.
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode in which shapes are static and only data-dependent sizes become symbols.
 
     Batch norm and its backward lay their result out as their input suggests, contiguous or channels last; torch's fake
     ones copy the strides of a transposed input. Ops that ask for the layout, such as reshape, would then be traced
-    otherwise than eager runs them.
+    otherwise than eager runs them, so the mode gives these results the layout of the real ones.
     """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    dispatch = mode.dispatch
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` on fake tensors."""
-        result = super().dispatch(func, types, args, kwargs)
+    def in_eagers_layout(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = dispatch(func, types, args, kwargs)
         if func not in _BATCH_NORMS or result[0] is None:
             return result
-        position = 1 if func is torch.ops.aten.native_batch_norm_backward.default else 0
-        layout = torch._prims_common.suggest_memory_format(args[position])
+        source = args[1] if func is torch.ops.aten.native_batch_norm_backward.default else args[0]
+        layout = torch._prims_common.suggest_memory_format(source)
         return (result[0].contiguous(memory_format=layout), *result[1:])
 
-
-def new_fake_mode() -> FakeTensorMode:
-    """A fake mode in which shapes are static and only data-dependent sizes become symbols."""
-    return EagerLayoutMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    # On the instance: higher-order ops look rules up by the exact type of a mode.
+    mode.dispatch = in_eagers_layout  # type: ignore[method-assign]
+    return mode
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
@@ -450,6 +450,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.untyped_storage()._cdata
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd sees a tensor as a view of another one."""
+    return tensor._is_view()
 
 
 def times_written(tensor: torch.Tensor) -> int:

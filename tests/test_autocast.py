@@ -104,3 +104,18 @@ def test_autocast_belongs_to_the_variant(group) -> None:
         overlapped.step(batches(1))
     overlapped.step(batches(1))
     assert overlapped.report().variants == 2
+
+
+def test_bilinear_is_refused_under_autocast_only() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.pair = nn.Bilinear(4, 4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.pair(x, x).square().sum()
+
+    assert train_both(Pair(), lambda step: rows(step)) == []
+    with pytest.raises(fxo.UnsupportedError, match=r"'pair' \(Bilinear\)"):
+        both_under_autocast(Pair(), [(torch.randn(3, 4),)])

@@ -282,7 +282,7 @@ def test_rank_that_fails_alone_is_named_on_every_rank(ranks: list[dict[str, Any]
         for rank, each in enumerate(ranks):
             found = each[f"alone {case}"]
             text = found["step"]["text"]
-            assert text.startswith("StepError: Node L") and "ValueError: a bad value" in text
+            assert text.startswith("StepError: Node ") and "ValueError: a bad value" in text
             assert (f"rank {odd} failed" in text) == (rank != odd)
             assert found["step"]["seconds"] < 10
             assert found["step"]["clean"]

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from toys import train_both
 
+import fxoverlap as fxo
+
 
 class Net(nn.Module):
     """A linear layer, a module, and a function of both and of the input [4, positions, 16]."""
@@ -62,11 +64,21 @@ def test_layout(name: str) -> None:
     assert train_both(CASES[name](), inputs) == []
 
 
-@pytest.mark.xfail(strict=True, reason="in-place ops on parts of `unsafe_chunk` are traced into contiguous results")
-def test_gru() -> None:
-    assert train_both(Net(nn.GRU(16, 16, batch_first=True), lambda inner, x: inner(x)[0]), inputs) == []
+RECURRENT = {
+    "lstm": (lambda: nn.LSTM(16, 16, batch_first=True), lambda inner, x: inner(x)[0]),
+    "lstm cell": (lambda: nn.LSTMCell(16, 16), lambda inner, x: inner(x.flatten(0, -2))[0]),
+    "rnn": (lambda: nn.RNN(16, 16, batch_first=True), lambda inner, x: inner(x)[0]),
+}
 
 
-@pytest.mark.xfail(strict=True, reason="F nodes run without grad mode, in which oneDNN's LSTM keeps no workspace")
-def test_lstm() -> None:
-    assert train_both(Net(nn.LSTM(16, 16, batch_first=True), lambda inner, x: inner(x)[0]), inputs) == []
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent(name: str) -> None:
+    make, call = RECURRENT[name]
+    assert train_both(Net(make(), call), inputs) == []
+
+
+def test_gru_is_refused() -> None:
+    """Eager's cell works in place on parts of a tensor; traced, the parts are contiguous, and round otherwise."""
+    model = Net(nn.GRU(16, 16, batch_first=True), lambda inner, x: inner(x)[0])
+    with pytest.raises(fxo.UnsupportedError, match=r"'inner' \(GRU\).*last bits.*plain tensor ops"):
+        fxo.transform(model, example_inputs=inputs(0)[0])

@@ -192,6 +192,25 @@ def test_table_that_forward_makes_when_it_is_missing() -> None:
 # --- gradients and refusals ----------------------------------------------------------------------------------------
 
 
+def view_of_parameter(m: Made, x: Tensor) -> Tensor:
+    return m.linear.bias[0]
+
+
+def parameter(m: Made, x: Tensor) -> Tensor:
+    return m.p
+
+
+@pytest.mark.parametrize("loss", [view_of_parameter, parameter])
+def test_loss_that_is_a_parameter_or_a_view_of_one(loss) -> None:
+    assert train_both(Made(loss), rows) == []
+
+
+def test_op_that_raises_by_its_result_is_refused() -> None:
+    model = Made(lambda m, x: (m.linear(x) @ torch.linalg.inv(m.linear.weight)).sum())
+    with pytest.raises(fxo.UnsupportedError, match=r"torch\.linalg\.inv_ex"):
+        fxo.transform(model, example_inputs=rows(0)[0])
+
+
 def test_gradient_that_is_the_tangent_itself_is_delivered() -> None:
     assert train_both(Made(lambda m, x: m.linear(x).sum() + m.p), rows) == []
 

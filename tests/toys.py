@@ -37,12 +37,18 @@ def call(model: nn.Module, microbatch: Any) -> Any:
     return model(*given.args, **given.kwargs)
 
 
+def result_of(returned: Any) -> tuple[torch.Tensor, Any]:
+    """The loss and the rest of what a model's forward returned, as `StepResult` has them."""
+    if isinstance(returned, dict):
+        return returned["loss"], {key: value for key, value in returned.items() if key != "loss"}
+    return (returned[0], tuple(returned[1:])) if isinstance(returned, tuple) else (returned, None)
+
+
 def eager_step(model: nn.Module, microbatches: Sequence[Any], grad_scale: Any = 1.0) -> list[torch.Tensor]:
     """The oracle: forward and backward of each microbatch in turn; the losses."""
     losses = []
     for microbatch in microbatches:
-        result = call(model, microbatch)
-        loss = result["loss"] if isinstance(result, dict) else result[0] if isinstance(result, tuple) else result
+        loss, _ = result_of(call(model, microbatch))
         own = as_microbatch(microbatch).grad_scale
         (loss * (grad_scale if own is None else own)).backward()
         losses.append(loss.detach())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from fxoverlap import compat
 from fxoverlap.runtime.gradients import deliver
 from fxoverlap.runtime.program import Operation, Program
@@ -58,7 +60,8 @@ def _issue(operation: Operation, state: MicrobatchState) -> None:
     # Dropped before the call, so that arguments die inside it, with their last use.
     for i in operation.last_reads:
         values[i] = None
-    with compat.below_autograd():
+    # Some kernels keep what their backward needs only in grad mode, though no graph is made.
+    with compat.below_autograd(), torch.set_grad_enabled(operation.of_forward):
         results = operation.call(arguments)
     for i in operation.last_waits:
         values[i] = None
