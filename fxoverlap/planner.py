@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from fxoverlap import compat
-from fxoverlap.capture import Capture, capture, check_leaves
+from fxoverlap.capture import Capture, capture
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
 from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind, JointGraph
 from fxoverlap.microbatch import Leaves, Microbatch
 from fxoverlap.passes import op_facts
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
+from fxoverlap.refusals import check_leaves
 from fxoverlap.runtime import Fingerprint, Layout, Program, lower
 from fxoverlap.schedule import build_plan
 from fxoverlap.variants import STRUCTURE, Key, around_key, microbatch_key
