@@ -23,7 +23,7 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, FxOverlapError, PlanMismatchError
 from fxoverlap.ir import Plan
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
-from fxoverlap.planner import KINDS, Built, Planner, Variant
+from fxoverlap.planner import KINDS, Built, Planner, Variant, set_buffers
 from fxoverlap.report import Report, golden, make_report
 from fxoverlap.runtime import (
     Fingerprint,
@@ -263,6 +263,9 @@ class OverlappedModel(nn.Module):
         tensors = [state.values[i] for i in layout.outputs]
         for i in layout.outputs:
             state.values[i] = None
+        for born, value in zip(variant.born.values(), tensors[len(tensors) - len(variant.born) :], strict=True):
+            born.copy_(value)
+        set_buffers(self.module, variant.born)
         kept = None
         if outputs and spec.spec is not None:
             leaves = [tensors[leaf.index] if isinstance(leaf, TensorLeaf) else leaf for leaf in spec.leaves]

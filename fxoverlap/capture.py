@@ -32,8 +32,8 @@ from fxoverlap.errors import CaptureError, UnsupportedError
 from fxoverlap.ir import META, GraphInput, InputKind, JointGraph, OpTag, Phase
 from fxoverlap.microbatch import Microbatch, flatten, unflatten
 from fxoverlap.refusals import (
+    check_replacement,
     check_signature,
-    checked_replacement,
     refuse_carried_state,
     refuse_checkpoint,
     refuse_effects,
@@ -76,6 +76,7 @@ class Capture:
         buffers: likewise.
         leaves: for each tensor leaf, in the order of `GraphInput.index`, its position among `flatten(...).values`.
         output: how to build the outputs of a step.
+        born: FQNs of the buffers that were None and that forward gave a value: the last ones of the graph's outputs.
         assigned: FQNs of the module attributes that forward assigned; they keep the value from before the trace.
     """
 
@@ -84,6 +85,7 @@ class Capture:
     buffers: tuple[torch.Tensor, ...]
     leaves: tuple[int, ...]
     output: OutputSpec
+    born: tuple[str, ...]
     assigned: tuple[str, ...]
 
 
@@ -120,8 +122,9 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     refuse_hidden_state(joint, chunk.registered())
     refuse_carried_state(joint, before)
     refuse_sparse_gradients(joint)
-    assigned = tuple(before.changed)
-    return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, assigned)
+    born = tuple(fqn for fqn in chunk.replaced.values() if fqn not in chunk.buffer_names)
+    assigned = tuple(name for name in before.changed if name not in born)
+    return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, born, assigned)
 
 
 class _Run(nn.Module):
@@ -146,7 +149,8 @@ class _Run(nn.Module):
             for name, buffer in module._buffers.items():
                 if buffer is not buffers.get(name):
                     path = f"{fqn}.{name}".lstrip(".")
-                    replaced[path] = checked_replacement(path, buffers.get(name), buffer)
+                    check_replacement(path, buffers.get(name), buffer)
+                    replaced[path] = buffer
         return result, replaced
 
 
@@ -171,7 +175,7 @@ class _Chunk(nn.Module):
         self.output: OutputSpec | None = None
         self.draws = Draws()
         self.drawn_from: list[torch.Generator] | None = None
-        self.replaced: dict[int, int] = {}  # position among the results -> buffer
+        self.replaced: dict[int, str] = {}  # position among the results -> FQN of the buffer
 
     def registered(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by FQN."""
@@ -201,7 +205,7 @@ class _Chunk(nn.Module):
                 # A copy: an output may share storage with an input, a buffer or a value that a later op overwrites.
                 tensors_out.append(leaf.detach().clone())
         self.output = OutputSpec(spec if rest is not None else None, tuple(kept))
-        self.replaced = {1 + len(tensors_out) + i: self.buffer_names.index(fqn) for i, fqn in enumerate(replaced)}
+        self.replaced = {1 + len(tensors_out) + i: fqn for i, fqn in enumerate(replaced)}
         return (loss, *tensors_out, *(value.detach().clone() for value in replaced.values()))
 
 
@@ -234,7 +238,7 @@ def _split_loss(result: Any) -> tuple[torch.Tensor, Any]:
 
 def _capture_error(error: Exception, place: Place) -> CaptureError:
     where = "outside the modules" if place.fqn is None else f"in module {place.fqn or '(the model itself)'!r}"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    reason = str(error).strip().splitlines()[0].rstrip(".") + "." if str(error).strip() else "no message."
     remedy = "Replace what needs real values while tracing (`.numpy()`, Python on tensor contents) by tensor ops."
     if compat.is_hidden_write(error):
         reason = "forward writes to a tensor that is neither a buffer nor made in forward."
@@ -242,6 +246,10 @@ def _capture_error(error: Exception, place: Place) -> CaptureError:
     elif compat.is_data_dependent(error):
         reason = f"a Python branch or size depends on the contents of a tensor: {reason}"
         remedy = "Use torch.where or torch.cond for the branch; state what holds of a size with torch._check."
+    elif not isinstance(error, RuntimeError) and "numpy" not in reason:
+        remedy = (
+            "Call the model itself on this microbatch: where that works, something in forward does not bear tracing."
+        )
     frame = compat.innermost_user_frame(error)
     return CaptureError(f"Cannot trace the model {where}{frame}: {type(error).__name__}: {reason} {remedy}")
 
@@ -269,8 +277,9 @@ def _describe(module: fx.GraphModule, chunk: _Chunk, paths: list[str]) -> JointG
             continue
         if kind == "output" and key == 0:
             loss = value.name
-        elif kind == "output" and key in chunk.replaced:
-            replaced[by_source["buffer", f"b{chunk.replaced[key]}"]] = value.name
+        elif kind == "output" and chunk.replaced.get(key) in chunk.buffer_names:
+            number = chunk.buffer_names.index(chunk.replaced[key])
+            replaced[by_source["buffer", f"b{number}"]] = value.name
         elif kind == "output":
             outputs.append(value.name)
         elif kind == "mutation":

@@ -77,7 +77,7 @@ def new_fake_mode() -> FakeTensorMode:
     otherwise than eager runs them, so the mode gives these results the layout of the real ones.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    dispatch = mode.dispatch
+    dispatch: Any = mode.dispatch
 
     def in_eagers_layout(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(func, types, args, kwargs)
@@ -405,6 +405,11 @@ def innermost_user_frame(error: BaseException) -> str:
 def free_symbols(size: int | torch.SymInt) -> set[Any]:
     """The symbols in a size."""
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def has_symbols(shape: torch.Size) -> bool:
+    """Whether a shape is known only when the graph runs."""
+    return any(isinstance(size, torch.SymInt) for size in shape)
 
 
 def size_hint(size: int | torch.SymInt, hints: Mapping[Any, int]) -> int:

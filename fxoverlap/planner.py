@@ -6,6 +6,8 @@ one whose forward runs and the one whose backward runs.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -41,6 +43,7 @@ class Variant:
         chunk: its schedule nodes.
         layout: the numbering of its values.
         constants: tensors that the graph holds, by name.
+        born: the tensors that become buffers which are None so far, by FQN.
         loss_dtype: dtype of the loss.
         groups: names of the process groups of its collectives, in trace order.
     """
@@ -49,6 +52,7 @@ class Variant:
     chunk: ChunkGraph
     layout: Layout
     constants: dict[str, torch.Tensor]
+    born: dict[str, torch.Tensor]
     loss_dtype: torch.dtype
     groups: tuple[str, ...]
 
@@ -92,7 +96,15 @@ class Planner:
                 "for inference."
             )
         around = around_key(self._model)
-        return [self._variant(leaves, each, around) for leaves, each in zip(parts, given, strict=True)]
+        variants = []
+        with contextlib.ExitStack() as stack:
+            for leaves, each in zip(parts, given, strict=True):
+                variants.append(self._variant(leaves, each, around))
+                if variants[-1].born:
+                    # What follows finds the buffers that this microbatch will have made.
+                    stack.enter_context(_with_buffers(self._model, variants[-1].born))
+                    around = around_key(self._model)
+        return variants
 
     def _variant(self, leaves: Leaves, microbatch: Microbatch, around: Key) -> Variant:
         check_leaves(leaves)
@@ -101,6 +113,7 @@ class Planner:
             if key.fits(now, [each for each in variant.constants.values() if isinstance(each, torch.Tensor)]):
                 return variant
         limit = 1 if self._config.dynamic is False else self._config.max_variants
+        limit += sum(bool(variant.born) for variant in self._variants.values())
         if len(self._variants) >= limit:
             raise UnsupportedError(_too_many(self._config, list(self._variants), now, leaves))
         self._variants[now] = self._capture(microbatch)
@@ -186,7 +199,30 @@ class Planner:
         }
         assert chunk.joint is not None
         loss = next(node for node in joint.module.graph.nodes if node.name == chunk.joint.loss)
-        return Variant(captured, chunk, Layout.of(chunk), constants, loss.meta["val"].dtype, _groups(joint))
+        values = {node.name: node.meta["val"] for node in joint.module.graph.nodes if node.op == "call_function"}
+        last = joint.outputs[len(joint.outputs) - len(captured.born) :]
+        born = {
+            fqn: torch.zeros(values[value].shape, dtype=values[value].dtype)
+            for fqn, value in zip(captured.born, last, strict=True)
+        }
+        return Variant(captured, chunk, Layout.of(chunk), constants, born, loss.meta["val"].dtype, _groups(joint))
+
+
+@contextlib.contextmanager
+def _with_buffers(model: nn.Module, born: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Give buffers that are None a value for as long as the block lasts."""
+    set_buffers(model, born)
+    try:
+        yield
+    finally:
+        set_buffers(model, dict.fromkeys(born))
+
+
+def set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
+    """Make tensors the buffers of these FQNs."""
+    for fqn, value in values.items():
+        owner, _, name = fqn.rpartition(".")
+        setattr(model.get_submodule(owner), name, value)
 
 
 def _groups(joint: JointGraph) -> tuple[str, ...]:

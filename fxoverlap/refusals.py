@@ -215,9 +215,9 @@ def refuse_write(name: str, kind: InputKind) -> NoReturn:
     raise UnsupportedError(f"The forward writes in place to {name}, {what}; a step can only update buffers. {remedy}")
 
 
-def checked_replacement(fqn: str, old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor:
-    """A buffer's replacement; UnsupportedError if it cannot be written into the buffer."""
-    if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+def check_replacement(fqn: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+    """Raise UnsupportedError for a buffer that forward replaces by what cannot be written into it."""
+    if new is None or (old is not None and (old.shape, old.dtype) != (new.shape, new.dtype)):
         was, now = (
             "None" if each is None else f"a tensor of shape {tuple(each.shape)} and dtype {each.dtype}"
             for each in (old, new)
@@ -226,4 +226,8 @@ def checked_replacement(fqn: str, old: torch.Tensor | None, new: torch.Tensor | 
             f"Buffer {fqn} is {was} before forward and {now} behind it; a step can only write a new value of the same "
             f"shape and dtype. Give it its final shape and dtype in __init__."
         )
-    return new
+    if old is None and compat.has_symbols(new.shape):
+        raise UnsupportedError(
+            f"Buffer {fqn} gets its first value in forward, of shape {tuple(new.shape)}, which the contents of tensors "
+            f"decide. Give it its final shape and dtype in __init__."
+        )

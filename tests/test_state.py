@@ -227,8 +227,9 @@ def trained_buffer() -> nn.Module:
     return model
 
 
-def none_becomes_a_buffer() -> nn.Module:
-    model = Made(lambda m, x: (setattr(m, "state", x.sum(0)), (m.linear(x) * m.state).sum())[1])
+def with_none(effect: Callable[[Made, Tensor], Any]) -> nn.Module:
+    """A model with a buffer that is None."""
+    model = made(effect)()
     model.register_buffer("state", None)
     return model
 
@@ -258,8 +259,35 @@ def made(
     return lambda: Made(lambda m, x: (first(m, x), (m.linear(x) * read(m)).sum())[1], **more)
 
 
+def counts_from_none(m: Made, x: Tensor) -> None:
+    rows_of = torch.tensor(x.shape[0])
+    m.state = rows_of if m.state is None else m.state + rows_of
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_buffer_that_is_none_becomes_what_forward_makes_it(count: int) -> None:
+    overlapped = fxo.transform(with_none(counts_from_none))
+    assert train_both(overlapped, lambda step: rows(step, count)) == []
+    assert overlapped.module.state == 3 * count * 3  # steps, microbatches, rows
+    assert "state" in overlapped.state_dict() and overlapped.report().assigned_attributes == ()
+
+
+def test_buffer_stays_none_where_a_later_microbatch_is_refused() -> None:
+    model = with_none(counts_from_none)
+    with pytest.raises(fxo.FxOverlapError):
+        fxo.transform(model).step([(X,), ("text",)])
+    assert model.state is None
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "None becomes a buffer": (none_becomes_a_buffer, "Buffer state is None before forward and a tensor of shape"),
+    "buffer becomes None": (
+        lambda: Made(lambda m, x: (m.linear(x).sum(), setattr(m, "mean", None))[0]),
+        "Buffer mean is a tensor .* and None behind it",
+    ),
+    "None becomes a buffer of unknown length": (
+        lambda: with_none(lambda m, x: setattr(m, "state", x[x > 0].detach())),
+        "Buffer state gets its first value in forward.*in __init__",
+    ),
     "buffer of another dtype": (
         made(lambda m, x: setattr(m, "mean", m.mean.double())),
         "Buffer mean is .*float32 before forward and .*float64.*in __init__",
