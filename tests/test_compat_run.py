@@ -1,0 +1,233 @@
+"""The part of `fxoverlap.compat` that runs graphs and looks at tensors, modules, errors and groups.
+
+When torch moves one of them, the test that fails names it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from test_compat import Loss, export
+from torch import Tensor, fx, nn
+
+import fxoverlap
+from fxoverlap import compat, passes
+
+aten = torch.ops.aten
+
+
+# --- execution --------------------------------------------------------------------------------------------------
+
+
+def test_below_autograd_makes_no_graph_and_no_base() -> None:
+    """A view would keep its base's storage object alive, and a graph all that it saved."""
+    weight = torch.randn(4, 4, requires_grad=True)
+    with compat.below_autograd():
+        product = weight @ weight
+        view = product.t()
+        pieces = product.split(2)
+    assert not product.requires_grad and product.grad_fn is None
+    assert view._base is None and all(piece._base is None for piece in pieces)
+    assert (weight @ weight).requires_grad and weight.t()._base is weight
+
+
+def test_shares_storage_counts_other_holders() -> None:
+    tensor = torch.randn(4)
+    assert not compat.shares_storage(tensor)
+    view = tensor.view(2, 2)
+    assert compat.shares_storage(tensor) and compat.shares_storage(view)
+    del view
+    assert not compat.shares_storage(tensor)
+    alias = tensor.detach()
+    assert compat.shares_storage(tensor)
+    del alias
+    another_name = tensor
+    assert not compat.shares_storage(another_name), "two names of one tensor are one holder"
+
+
+def test_shares_storage_sees_what_autograd_saved() -> None:
+    result = torch.randn(4, requires_grad=True).exp()
+    assert compat.shares_storage(result), "the gradient of exp needs its result"
+    assert not compat.shares_storage(torch.randn(4).exp())
+
+
+def test_boxed_module_empties_its_list_and_lets_arguments_die() -> None:
+    graph = fx.Graph()
+    graph.set_codegen(compat.BoxedCodeGen())
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    total = graph.call_function(torch.add, (first, second))
+    graph.output((graph.call_function(torch.neg, (total,)), first))
+    module = fx.GraphModule(nn.Module(), graph)
+    given = [torch.ones(2), torch.ones(2)]
+    negative, handed_on = module.forward(given)
+    assert given == [] and negative.tolist() == [-2.0, -2.0] and handed_on.tolist() == [1.0, 1.0]
+    assert "args_list.clear()" in module.code
+    # Copies and recompiled graphs stay boxed.
+    copied = copy.deepcopy(module)
+    copied.recompile()
+    given = [torch.ones(2), torch.ones(2)]
+    copied.forward(given)
+    assert given == []
+
+
+def test_boxed_module_without_arguments() -> None:
+    graph = fx.Graph()
+    graph.set_codegen(compat.BoxedCodeGen())
+    graph.output((graph.call_function(torch.ones, (2,)),))
+    assert fx.GraphModule(nn.Module(), graph).forward([])[0].tolist() == [1.0, 1.0]
+
+
+# --- trees, modules, errors, sizes, groups ----------------------------------------------------------------------
+
+
+def test_trees_have_printable_paths() -> None:
+    tree = ((1, {"mask": 2}), [3, None])
+    leaves, spec = compat.flatten_with_path(tree)
+    assert leaves == [("[0][0]", 1), ("[0][1]['mask']", 2), ("[1][0]", 3), ("[1][1]", None)]
+    assert compat.unflatten([leaf for _, leaf in leaves], spec) == tree
+    assert spec == compat.flatten_with_path(tree)[1] != compat.flatten_with_path(((1, {"m": 2}), [3, None]))[1]
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_module_hooks_are_seen(kind: str) -> None:
+    module = nn.Linear(2, 2)
+    assert compat.hooks(module) == compat.hooks_of_all_modules() == ()
+    handle = getattr(module, f"register_{kind}")(lambda *args: None)
+    assert compat.hooks(module) == (handle.id,) and compat.hooks_of_all_modules() == ()
+    handle.remove()
+    handle = getattr(nn.modules.module, f"register_module_{kind}")(lambda *args: None)
+    assert compat.hooks(module) == () and compat.hooks_of_all_modules() == (handle.id,)
+    handle.remove()
+    assert compat.hooks(module) == compat.hooks_of_all_modules() == ()
+
+
+def test_tensor_hooks_are_seen() -> None:
+    for register in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+        leaf = torch.ones(2, requires_grad=True)
+        assert not compat.has_tensor_hooks(leaf)
+        handle = register(leaf, lambda each: None)
+        assert compat.has_tensor_hooks(leaf)
+        handle.remove()
+        assert not compat.has_tensor_hooks(leaf)
+
+
+def test_held_accumulators_are_seen() -> None:
+    leaf = nn.Parameter(torch.ones(2))
+    assert not compat.accumulator_is_held(leaf)
+    node = leaf.expand_as(leaf).grad_fn.next_functions[0][0]
+    assert compat.accumulator_is_held(leaf)
+    del node
+    assert not compat.accumulator_is_held(leaf)
+
+
+def test_autocast_is_seen_where_it_caches() -> None:
+    with compat.autocast_seen() as seen:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            pass
+        with torch.autocast("cpu", enabled=False):
+            pass
+        assert seen == set()
+        with torch.autocast("cpu", torch.bfloat16):
+            pass
+        assert seen == {torch.bfloat16}
+    with torch.autocast("cpu", torch.float16), compat.autocast_seen() as seen:
+        assert seen == {torch.float16}
+
+
+def test_default_store_and_names_of_groups(group: dist.ProcessGroup) -> None:
+    store = compat.default_store()
+    assert not store.check(["fxoverlap/test"])
+    store.set("fxoverlap/test", "1")
+    assert store.check(["fxoverlap/test"]) and store.get("fxoverlap/test") == b"1"
+    assert group.group_name in compat.group_names()
+
+
+def test_connection_errors_are_told() -> None:
+    assert compat.is_connection_error(dist.DistNetworkError("lost"))
+    assert compat.is_connection_error(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    assert not compat.is_connection_error(RuntimeError("shapes do not fit"))
+    assert not compat.is_connection_error(ValueError("Timed out"))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * len(range(int(x.sum().item()))),
+        lambda x: x if x.allclose(x * 2) else -x,
+    ],
+    ids=["branch", "range", "allclose"],
+)
+def test_data_dependent_errors_are_told(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(Exception) as caught:
+        export(Loss(function), torch.randn(3, requires_grad=True))
+    assert compat.is_data_dependent(caught.value), caught.value
+    assert re.fullmatch(r" \(test_compat_run\.py:\d+\)", compat.innermost_user_frame(caught.value))
+
+
+def test_other_errors_are_not_data_dependent() -> None:
+    assert not compat.is_data_dependent(ValueError("no"))
+    assert compat.innermost_user_frame(ValueError("never raised")) == ""
+
+
+def test_writes_to_loose_tensors_are_told() -> None:
+    loose = torch.zeros(3)
+    for write in (lambda x: loose.add_(1.0), lambda x: loose.add_(x.detach())):
+
+        def loss(x: Tensor, write: Callable[[Tensor], Any] = write) -> Tensor:
+            write(x)
+            return x.sum()
+
+        with pytest.raises(Exception) as caught:
+            export(Loss(loss), torch.randn(3, requires_grad=True))
+        assert compat.is_hidden_write(caught.value), caught.value
+    assert not compat.is_hidden_write(ValueError("no"))
+
+
+def test_storages_are_told_apart() -> None:
+    tensor = torch.ones(4)
+    assert compat.storage_id(tensor) == compat.storage_id(tensor[1:]) != compat.storage_id(torch.ones(4))
+    sparse = tensor.to_sparse()
+    assert compat.storage_id(sparse) == compat.storage_id(sparse) != compat.storage_id(tensor.to_sparse())
+
+
+def test_symbols_of_sizes() -> None:
+    env = compat.new_fake_mode().shape_env
+    assert env is not None
+    first, second = env.create_unbacked_symint(), env.create_unbacked_symint()
+    symbols = compat.free_symbols(2 * first + second)
+    assert symbols == compat.free_symbols(first) | compat.free_symbols(second) and len(symbols) == 2
+    hints = dict.fromkeys(compat.free_symbols(first), 5)
+    assert compat.size_hint(2 * first + second, hints) == 11
+    assert (compat.size_hint(7, hints), compat.free_symbols(7)) == (7, set())
+
+
+def test_compiled_module_is_unwrapped() -> None:
+    model = nn.Linear(2, 2)
+    assert compat.without_compile(torch.compile(model)) is model
+    assert compat.without_compile(model) is model
+
+
+def test_process_group_is_found_by_its_name(group: dist.ProcessGroup) -> None:
+    assert compat.process_group(group.group_name) is group
+
+
+def test_nothing_else_touches_private_torch() -> None:
+    """Ops are no private API, and `torch._check` is documented."""
+    private = re.compile(r"\btorch(?:\.\w+)*\._[a-z]\w*|from torch(?:\.\w+)*\._\w+")
+    allowed = re.compile(r"torch\.ops\.|torch\._check$|torch\._assert_async$")
+    found = []
+    folders = [Path(fxoverlap.__file__).parent, Path(next(iter(passes.__path__)))]
+    for file in sorted({file for folder in folders for file in folder.rglob("*.py")}):
+        if file.name != "compat.py":
+            hits = [hit for hit in private.findall(file.read_text()) if not allowed.match(hit)]
+            found += [f"{file.name}: {hit}" for hit in hits]
+    assert found == []
