@@ -199,8 +199,8 @@ class Planner:
         }
         assert chunk.joint is not None
         loss = next(node for node in joint.module.graph.nodes if node.name == chunk.joint.loss)
-        values = {node.name: node.meta["val"] for node in joint.module.graph.nodes if node.op == "call_function"}
-        last = joint.outputs[len(joint.outputs) - len(captured.born) :]
+        values = {node.name: node.meta.get("val") for node in joint.module.graph.nodes}
+        last = chunk.joint.outputs[len(joint.outputs) - len(captured.born) :]
         born = {
             fqn: torch.zeros(values[value].shape, dtype=values[value].dtype)
             for fqn, value in zip(captured.born, last, strict=True)

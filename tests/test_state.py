@@ -134,6 +134,7 @@ def with_generator(seed: int) -> nn.Module:
     return model
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 cannot trace generators: CaptureError")
 def test_generator_of_the_user() -> None:
     eager, model = with_generator(7), with_generator(7)
     overlapped = fxo.transform(model, example_inputs=rows(0)[0])
