@@ -208,6 +208,10 @@ def test_loss_that_is_a_parameter_or_a_view_of_one(loss) -> None:
 
 def test_op_that_raises_by_its_result_is_refused() -> None:
     model = Made(lambda m, x: (m.linear(x) @ torch.linalg.inv(m.linear.weight)).sum())
+    if torch.__version__.startswith("2.11"):
+        # There it is an op like others, whose check is no part of the graph.
+        assert train_both(model, rows) == []
+        return
     with pytest.raises(fxo.UnsupportedError, match=r"torch\.linalg\.inv_ex"):
         fxo.transform(model, example_inputs=rows(0)[0])
 
