@@ -159,6 +159,8 @@ class Planner:
             chunks = [chunk for plan in plans for chunk in (plan.forward, plan.backward) if chunk is not None]
             texts = dict.fromkeys([*map(_effects_table, chunks), *map(str, plans)])
             lines += [line for text in texts for line in text.splitlines()]
+            number = {text: i for i, text in enumerate(texts)}
+            lines += [f"program {i} of the step: plan {number[str(plan)]}" for i, plan in enumerate(plans)]
             self._fingerprints[key] = Fingerprint.of(lines)
         return self._fingerprints[key]
 

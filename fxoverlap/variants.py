@@ -8,9 +8,11 @@ Tensors that are plain attributes count only where the graph holds them: forward
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import enum
+import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ from fxoverlap import compat
 from fxoverlap.microbatch import Leaves
 
 STRUCTURE = "the structure of the microbatch"
+
+_PLAIN_OBJECTS = (types.SimpleNamespace,)
+_VALUES = (bool, int, float, complex, str, bytes, type(None), slice, range, enum.Enum, torch.dtype, torch.device)
 
 _LONGEST = 256
 """Containers with more entries are compared by their length: they hold data, and reading them takes time."""
@@ -80,10 +85,8 @@ def around_key(model: nn.Module) -> Key:
             for path, leaf in _leaves(f"attribute {fqn}.{attribute}" if fqn else f"attribute {attribute}", value):
                 if isinstance(leaf, torch.Tensor):
                     tensors[path] = leaf
-                elif callable(leaf) or isinstance(leaf, torch.Generator):
-                    entries[path] = _Same(leaf)
-                elif isinstance(leaf, (bool, int, float, complex, str, type(None), torch.dtype, torch.device)):
-                    entries[path] = repr(leaf)
+                else:
+                    entries[path] = repr(leaf) if isinstance(leaf, _VALUES) else _Same(leaf)
     return Key(entries | _ambient(), tensors)
 
 
@@ -108,7 +111,10 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """A value, or the contents of plain containers, with paths; containers that are long give their length."""
-    if type(value) not in (list, tuple, dict, OrderedDict, set, frozenset):
+    if isinstance(value, _PLAIN_OBJECTS) or is_dataclass(value):
+        yield path, value
+        value = vars(value) if hasattr(value, "__dict__") else {}
+    if not isinstance(value, (list, tuple, dict, set, frozenset, deque)):
         yield path, value
     elif len(value) > _LONGEST:
         yield f"length of {path}", len(value)

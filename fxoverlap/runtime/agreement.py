@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxoverlap.errors import PlanMismatchError
-from fxoverlap.runtime.peers import PeerFailedError, Peers, check_usable, mark_unusable
+from fxoverlap.errors import PlanMismatchError, StepError
+from fxoverlap.runtime.peers import PeerFailedError, Peers, check_usable, mark_unusable, report_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,11 @@ def agree(group: dist.ProcessGroup, own: Standing, session: str) -> str:
         PlanMismatchError: the ranks differ, or a rank failed or is gone.
         StepError: the group was left out of step earlier.
     """
-    check_usable(group)
+    try:
+        check_usable(group)
+    except StepError as error:
+        report_failure(session, error)
+        raise
     peers = Peers(group, session)
     try:
         with peers.watched():

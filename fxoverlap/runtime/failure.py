@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fxoverlap.errors import StepError, StepInterrupted
 from fxoverlap.ir import Lane
 from fxoverlap.runtime.executor import Progress
-from fxoverlap.runtime.peers import Peers, Verdict, mark_unusable, wait
+from fxoverlap.runtime.peers import Peers, Verdict, follows, mark_unusable, mark_usable, wait
 from fxoverlap.runtime.program import Operation
 
 
@@ -30,11 +30,15 @@ def step_error(
     text = _text(error, progress)
     in_flight = _in_flight(progress)
     verdict = Verdict("", True)
-    if peers is None or _is_past_the_last_launch(progress):
+    if peers is None:
         for result in in_flight:
             wait(result)
-    else:
+    elif follows(error) or not _is_past_the_last_launch(progress) or not peers.arrive(in_flight):
+        if group is not None:
+            mark_unusable(group, text)  # for as long as nobody knows: a second Ctrl-C may end this
         verdict = peers.settle(text, error, in_flight)
+        if group is not None and verdict.in_step:
+            mark_usable(group)
     for state in (progress.forward, progress.backward):
         if state is not None:
             state.values.clear()

@@ -57,6 +57,16 @@ def mark_unusable(group: dist.ProcessGroup, why: str) -> None:
     _unusable[group] = why
 
 
+def mark_usable(group: dist.ProcessGroup) -> None:
+    """Take `mark_unusable` back."""
+    _unusable.pop(group, None)
+
+
+def follows(error: BaseException) -> bool:
+    """Whether a failure is only what another rank's failure led to."""
+    return isinstance(error, PeerFailedError) or compat.is_connection_error(error)
+
+
 def report_failure(session: str, failure: Exception) -> None:
     """Tell whoever waits in an agreement that this rank will not come to it."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -126,8 +136,7 @@ class Peers:
             error: the failure.
             in_flight: results of launches that nothing waits for any more.
         """
-        follows = isinstance(error, PeerFailedError) or compat.is_connection_error(error)
-        own = _Report(follows, reason, self.launches)
+        own = _Report(follows(error), reason, self.launches)
         try:
             _write(self._session, self._own, own)
             reports = self._reports_of_all()
@@ -135,14 +144,27 @@ class Peers:
             return Verdict(f"The store of the process groups cannot be reached, so its host has ended: {lost}", False)
         silent = [rank for rank in self._ranks if rank not in reports]
         in_step = not silent and self._catch_up(reports, in_flight)
-        return Verdict(_cause(reports, silent) if follows else "", in_step)
+        return Verdict(_cause(reports, silent) if own.follows else "", in_step)
+
+    def arrive(self, in_flight: Sequence[torch.Tensor]) -> bool:
+        """Wait for launches. Whether they completed before a peer reported a failure."""
+        try:
+            for result in in_flight:
+                wait(result)
+        except PeerFailedError:
+            return False
+        return True
 
     def _first_failure(self) -> str | None:
-        key = f"{_prefix(self._session)}/first"
-        if not self._store.check([key]):
+        if not self._store.check([f"{_prefix(self._session)}/first"]):
             return None
-        rank = int(self._store.get(key))
-        return f"rank {rank} failed: {_read(self._session, rank).reason}"
+        # Ranks of other groups may use the same session.
+        for rank in self._ranks:
+            if self._store.check([_key(self._session, rank)]):
+                report = _read(self._session, rank)
+                if not report.follows:
+                    return f"rank {rank} failed: {report.reason}"
+        return None
 
     def _reports_of_all(self) -> dict[int, _Report]:
         """The report of every rank that makes one in time."""
@@ -159,8 +181,10 @@ class Peers:
         results = list(in_flight)
         for group in {name for report in reports.values() for name in report.launches}:
             launched = {rank: report.launches.get(group, Launches()) for rank, report in reports.items()}
-            ranks = dist.get_process_group_ranks(compat.process_group(group))
-            calls = missing(group, self._own, launched) if set(ranks) <= set(reports) else None
+            # A peer's other groups: whoever waits for it there has not been asked.
+            is_own = group in compat.group_names()
+            ranks = dist.get_process_group_ranks(compat.process_group(group)) if is_own else None
+            calls = missing(group, self._own, launched) if ranks and set(ranks) <= set(reports) else None
             if calls is None:
                 return False
             results += [op(*args) for op, *args in calls]
