@@ -20,7 +20,7 @@ from torch import fx, nn
 from fxoverlap import compat
 from fxoverlap.capture import TensorLeaf
 from fxoverlap.config import OverlapConfig
-from fxoverlap.errors import ConfigError, FxOverlapError, PlanMismatchError
+from fxoverlap.errors import ConfigError
 from fxoverlap.ir import Plan
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
 from fxoverlap.planner import KINDS, Built, Planner, Variant, set_buffers
@@ -148,30 +148,31 @@ class OverlappedModel(nn.Module):
         ready = self._get_ready(microbatches)
         self._microbatches = len(ready.given)
         result, progress = StepResult([], []), Progress()
-        peers = Peers(ready.group, ready.session) if ready.group is not None else None
-        targets = [*self.module.parameters(), *(leaf for part in ready.parts for leaf in part.tensors())]
-        ready.held = held_accumulators(targets)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(targets), watched(peers):
+        peers = Peers(ready.groups, ready.session, everyone=True) if ready.groups else None
+        with watched(peers):
             try:
                 self._run(ready, result, outputs, progress)
             except (Exception, KeyboardInterrupt) as error:
                 self._last_failed = True
-                raise step_error(error, progress, ready.group, peers) from error
+                raise step_error(error, progress, ready.groups, peers) from error
         self._last_failed = False
         return result
 
     def _run(self, ready: _Ready, result: StepResult, outputs: bool, progress: Progress) -> None:
         """The programs of a step, one after the other: F(0); F(i + 1) with B(i); B(last)."""
+        targets = [*self.module.parameters(), *(leaf for part in ready.parts for leaf in part.tensors())]
+        ready.held = held_accumulators(targets)
         previous: MicrobatchState | None = None
-        for i, built in enumerate(ready.programs):
-            current = self._begin(i, ready) if i < len(ready.given) else None
-            run(built.program, current, previous, progress)
-            if current is not None:
-                self._collect(result, current, ready.variants[i], outputs)
-            elif previous is not None:
-                # An optimizer in a hook may have changed what a later node of the last backward read.
-                previous.check_parameters()
-            previous = current
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(targets):
+            for i, built in enumerate(ready.programs):
+                current = self._begin(i, ready) if i < len(ready.given) else None
+                run(built.program, current, previous, progress)
+                if current is not None:
+                    self._collect(result, current, ready.variants[i], outputs)
+                elif previous is not None:
+                    # An optimizer in a hook may have changed what a later node of the last backward read.
+                    previous.check_parameters()
+                previous = current
 
     def plan(self, kind: str) -> Plan:
         """The plan of one kind ("F", "FB", "B") for the latest variants. `str` of it has one line an instance."""
@@ -215,31 +216,22 @@ class OverlappedModel(nn.Module):
         """Capture and plan what is missing, and agree with the other ranks, before anything runs."""
         self._attempts += 1
         session = f"{self._number}.{self._attempts}"
-        ready = _Ready(session=session)
-        failure: Exception | None = None
+        ready = _Ready()
+        failure: BaseException | None = None
         try:
             ready.given = self._given(microbatches)
             ready.parts = [flatten(each) for each in ready.given]
             ready.variants = self._planner.variants_for(ready.parts, ready.given)
             ready.programs = self._planner.prepare(ready.variants)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             failure = error
-        groups = self._planner.groups()
-        plans = Fingerprint() if failure is not None or not groups else self._planner.fingerprint(ready.programs)
-        if failure is not None and not groups:
+        ready.groups = self._planner.groups()
+        plans = Fingerprint() if failure is not None or not ready.groups else self._planner.fingerprint(ready.programs)
+        own = Standing(len(ready.given), plans, failure, self._last_failed)
+        self._last_failed = False
+        if failure is not None and not ready.groups:
             report_failure(session, failure)
-        for group in groups:
-            try:
-                name = agree(group, Standing(len(ready.given), plans, failure, self._last_failed), session)
-            except FxOverlapError as error:
-                # The ranks of the other groups still expect this one, and must hear of it.
-                failure = failure if isinstance(failure, PlanMismatchError) else error
-            else:
-                if ready.group is None or group.size() > ready.group.size():
-                    ready.group, ready.session = group, name
-        if failure is not None:
-            self._last_failed = False
-            raise failure
+        ready.session = agree(ready.groups, own, session)
         return ready
 
     def _begin(self, number: int, ready: _Ready) -> MicrobatchState:
@@ -279,14 +271,14 @@ class _Ready:
 
     Attributes:
         session: what the ranks call this step.
-        group: the largest group whose ranks run it together; None if there is one rank.
+        groups: those whose ranks run it together; none if there is one rank.
         given, parts, variants: one each a microbatch.
         held: parameters and microbatch tensors whose accumulation may have hooks.
         programs: in the order in which they run, one more than microbatches.
     """
 
-    session: str
-    group: dist.ProcessGroup | None = None
+    session: str = ""
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
     given: list[Microbatch] = field(default_factory=list)
     parts: list[Leaves] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)

@@ -118,6 +118,8 @@ class Before:
                     self.changed.append(name)
                 if isinstance(old.get(key), torch.Tensor):
                     self.replaced[name] = old[key]
+            if old.keys() == new.keys() and list(old) == list(new) and all(old[key] is new[key] for key in old):
+                continue
             live.clear()
             (live.update if isinstance(live, (dict, set)) else live.extend)(saved)
 

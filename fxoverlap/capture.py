@@ -117,7 +117,7 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     # Not while tracing, because torch itself numbers collectives in place that way.
     chunk.draws.refuse_elsewhere()
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
-    refuse_other_roundings(model, autocast)
+    refuse_other_roundings(model, module.graph, autocast)
     refuse_weights_cast_twice(joint, autocast)
     refuse_hidden_state(joint, chunk.registered())
     refuse_carried_state(joint, before)

@@ -7,13 +7,14 @@ one whose forward runs and the one whose backward runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fxoverlap import compat
 from fxoverlap.capture import Capture, capture
@@ -29,6 +30,9 @@ from fxoverlap.schedule import build_plan
 from fxoverlap.variants import STRUCTURE, Key, around_key, microbatch_key
 
 KINDS = ("F", "FB", "B")
+
+# There may be as many as sequences of variants.
+_KEPT_FINGERPRINTS = 32
 
 # Ranks may differ in these: a group object, and a factor that does not change the plan.
 _COMPARED = tuple(each.name for each in fields(OverlapConfig) if each.name not in ("process_group", "grad_scale"))
@@ -161,6 +165,8 @@ class Planner:
             lines += [line for text in texts for line in text.splitlines()]
             number = {text: i for i, text in enumerate(texts)}
             lines += [f"program {i} of the step: plan {number[str(plan)]}" for i, plan in enumerate(plans)]
+            if len(self._fingerprints) >= _KEPT_FINGERPRINTS:
+                self._fingerprints.pop(next(iter(self._fingerprints)))
             self._fingerprints[key] = Fingerprint.of(lines)
         return self._fingerprints[key]
 
@@ -186,10 +192,11 @@ class Planner:
         held: dict[str, dist.ProcessGroup] = {}
         for module in self._model.modules():
             for value in vars(module).values():
-                if isinstance(value, dist.ProcessGroup):
-                    held[value.group_name] = value
-                elif isinstance(value, str) and value in names:
-                    held[value] = compat.process_group(value)
+                for each in _flat(value):
+                    if isinstance(each, dist.ProcessGroup):
+                        held[each.group_name] = each
+                    elif isinstance(each, str) and each in names:
+                        held[each] = compat.process_group(each)
         return list(held.values()) if len(held) == 1 else []
 
     def _capture(self, microbatch: Microbatch) -> Variant:
@@ -208,6 +215,15 @@ class Planner:
             for fqn, value in zip(captured.born, last, strict=True)
         }
         return Variant(captured, chunk, Layout.of(chunk), constants, born, loss.meta["val"].dtype, _groups(joint))
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    """A value, or what a container or a device mesh holds directly."""
+    if isinstance(value, DeviceMesh):
+        return value.get_all_groups()
+    if isinstance(value, (list, tuple)):
+        return value
+    return value.values() if type(value) is dict else (value,)
 
 
 @contextlib.contextmanager

@@ -65,6 +65,11 @@ def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> Non
             'set OverlapConfig.hooks="trace" to capture what they do to tensors.'
         )
     for fqn, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise UnsupportedError(
+                f"Module {fqn or 'model'!r} is a DistributedDataParallel, which cannot be traced. Transform the module "
+                f"inside it (.module), and reduce gradients over the data-parallel ranks after step()."
+            )
         if config.hooks == "refuse" and compat.hooks(module):
             raise UnsupportedError(
                 f"Module {fqn or type(module).__name__!r} has forward or backward hooks, whose Python would not run in "
@@ -126,9 +131,12 @@ def refuse_effects(graph: fx.Graph) -> None:
         )
 
 
-def refuse_other_roundings(model: nn.Module, autocast: set[torch.dtype]) -> None:
+def refuse_other_roundings(model: nn.Module, graph: fx.Graph, autocast: set[torch.dtype]) -> None:
     """Raise UnsupportedError for modules of torch of which a functional graph rounds otherwise than eager."""
+    called = {compat.annotation(node, "fqn") for node in graph.nodes}
     for fqn, module in model.named_modules():
+        if fqn not in called:
+            continue
         if isinstance(module, (nn.GRU, nn.GRUCell)):
             reason = "works in place on strided parts of a tensor, where a functional graph has contiguous ones"
         elif isinstance(module, nn.Bilinear) and autocast:

@@ -27,6 +27,9 @@ STRUCTURE = "the structure of the microbatch"
 _PLAIN_OBJECTS = (types.SimpleNamespace,)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), slice, range, enum.Enum, torch.dtype, torch.device)
 
+_DEEPEST = 8
+"""Containers in containers are looked into that far: they may hold themselves."""
+
 _LONGEST = 256
 """Containers with more entries are compared by their length: they hold data, and reading them takes time."""
 
@@ -76,7 +79,7 @@ def around_key(model: nn.Module) -> Key:
     for name, param in model.named_parameters():
         entries[f"parameter {name}"] = (_Same(param), param.requires_grad, *_layout(param))
     for name, buffer in model.named_buffers():
-        entries[f"buffer {name}"] = (_Same(buffer), *_layout(buffer))
+        entries[f"buffer {name}"] = (_Same(buffer), buffer.requires_grad, *_layout(buffer))
     for fqn, module in model.named_modules():
         entries[f"type of module {fqn!r}"] = type(module)
         for attribute, value in vars(module).items():
@@ -109,12 +112,13 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """A value, or the contents of plain containers, with paths; containers that are long give their length."""
-    if isinstance(value, _PLAIN_OBJECTS) or is_dataclass(value):
+    is_record = isinstance(value, _PLAIN_OBJECTS) or is_dataclass(value)
+    if is_record and not isinstance(value, type) and depth < _DEEPEST:
         yield path, value
         value = vars(value) if hasattr(value, "__dict__") else {}
-    if not isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+    if not isinstance(value, (list, tuple, dict, set, frozenset, deque)) or depth >= _DEEPEST:
         yield path, value
     elif len(value) > _LONGEST:
         yield f"length of {path}", len(value)
@@ -122,7 +126,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, str(sorted(map(repr, value)))
     else:
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(f"{path}[{key!r}]", each)
+            yield from _leaves(f"{path}[{key!r}]", each, depth + 1)
 
 
 def _ambient() -> dict[str, Any]:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fxoverlap.errors import PlanMismatchError, StepError
+from fxoverlap.errors import FxOverlapError, PlanMismatchError, StepError
 from fxoverlap.runtime.peers import PeerFailedError, Peers, check_usable, mark_unusable, report_failure
 
 
@@ -57,15 +57,16 @@ class Standing:
 
     microbatches: int
     plans: Fingerprint = Fingerprint()
-    failure: Exception | None = None
+    failure: BaseException | None = None
     last_failed: bool = False
 
 
-def agree(group: dist.ProcessGroup, own: Standing, session: str) -> str:
+def agree(groups: Sequence[dist.ProcessGroup], own: Standing, session: str) -> str:
     """Raise PlanMismatchError on every rank unless all are ready for the same step.
 
     Args:
-        group: the ranks that must agree.
+        groups: the groups whose ranks must agree, in the same order on every rank. What a rank hears in one of them it
+            says in the next, so that in a grid of groups all ranks hear of it.
         own: what this rank has to say.
         session: a text that is the same on every rank for this agreement, and for no other.
 
@@ -74,26 +75,40 @@ def agree(group: dist.ProcessGroup, own: Standing, session: str) -> str:
 
     Raises:
         PlanMismatchError: the ranks differ, or a rank failed or is gone.
-        StepError: the group was left out of step earlier.
+        StepError: a group was left out of step earlier.
+        KeyboardInterrupt: that is what kept this rank from getting ready.
     """
+    number, failure = secrets.randbits(62), own.failure
+    for group in groups:
+        try:
+            number = _agree_in(group, replace(own, failure=failure), number, session)
+        except FxOverlapError as error:
+            failure = failure if isinstance(failure, (PlanMismatchError, KeyboardInterrupt)) else error
+    if failure is not None:
+        raise failure
+    return f"step/{number}"
+
+
+def _agree_in(group: dist.ProcessGroup, own: Standing, number: int, session: str) -> int:
+    """Agree in one group; the smallest number of its ranks."""
     try:
         check_usable(group)
     except StepError as error:
         report_failure(session, error)
         raise
-    peers = Peers(group, session)
-    try:
-        with peers.watched():
-            return _Agreement(group, peers, own).reach()
-    except PlanMismatchError:
-        raise
-    except (Exception, KeyboardInterrupt) as error:
-        verdict = peers.settle(f"{type(error).__name__}: {error}", error, [])
-        mark_unusable(group, verdict.cause or str(error))
-        if isinstance(error, KeyboardInterrupt):
+    peers = Peers([group], session)
+    with peers.watched():
+        try:
+            return _Agreement(group, peers, own).reach(number)
+        except PlanMismatchError:
             raise
-        cause = str(error) if isinstance(error, PeerFailedError) else verdict.cause or str(error)
-        raise PlanMismatchError(f"step: the ranks could not agree: {cause}") from error
+        except (Exception, KeyboardInterrupt) as error:
+            mark_unusable([group], str(error))
+            verdict = peers.settle(f"{type(error).__name__}: {error}", error)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            cause = str(error) if isinstance(error, PeerFailedError) else verdict.cause or str(error)
+            raise PlanMismatchError(f"step: the ranks could not agree: {cause}") from error
 
 
 class _Agreement:
@@ -103,9 +118,9 @@ class _Agreement:
         self.group, self.peers, self.own = group, peers, own
         self.ranks = dist.get_process_group_ranks(group)
 
-    def reach(self) -> str:
+    def reach(self, number: int) -> int:
         own = self.own
-        numbers = [own.failure is not None, own.microbatches, own.last_failed, secrets.randbits(62), *own.plans.digest]
+        numbers = [own.failure is not None, own.microbatches, own.last_failed, number, *own.plans.digest]
         rows = self._gather_numbers([int(each) for each in numbers])
         if any(row[0] for row in rows):
             self._raise_failure()
@@ -125,7 +140,7 @@ class _Agreement:
         other = next((i for i, row in enumerate(rows) if row[4:] != rows[0][4:]), None)
         if other is not None:
             self._raise_difference(other)
-        return f"{self.group.group_name}/{rows[0][3]}"
+        return min(row[3] for row in rows)
 
     def _gather_numbers(self, own: list[int]) -> list[list[int]]:
         """The numbers of every rank, by one all-reduce of a table in which each rank fills its own row."""

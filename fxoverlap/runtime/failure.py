@@ -6,6 +6,8 @@ microbatches are emptied, so that what they held is free when the error is handl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -17,15 +19,15 @@ from fxoverlap.runtime.program import Operation
 
 
 def step_error(
-    error: BaseException, progress: Progress, group: dist.ProcessGroup | None, peers: Peers | None
+    error: BaseException, progress: Progress, groups: Sequence[dist.ProcessGroup], peers: Peers | None
 ) -> StepError:
     """The error for a step that failed with `error`, after cleaning up.
 
     Args:
         error: what was raised.
         progress: where.
-        group: the group of the ranks that run the same step.
-        peers: its other ranks, None if there is none.
+        groups: the groups of the ranks that run the same step.
+        peers: their ranks, None if there is no group.
     """
     text = _text(error, progress)
     in_flight = _in_flight(progress)
@@ -34,18 +36,17 @@ def step_error(
         for result in in_flight:
             wait(result)
     elif follows(error) or not _is_past_the_last_launch(progress) or not peers.arrive(in_flight):
-        if group is not None:
-            mark_unusable(group, text)  # for as long as nobody knows: a second Ctrl-C may end this
+        mark_unusable(groups, text)  # for as long as nobody knows: a second Ctrl-C may end this
         verdict = peers.settle(text, error, in_flight)
-        if group is not None and verdict.in_step:
-            mark_usable(group)
     for state in (progress.forward, progress.backward):
         if state is not None:
             state.values.clear()
     if verdict.cause and verdict.cause not in text:
         text = f"{text} Before that, {verdict.cause}"
-    if group is not None and not verdict.in_step:
-        mark_unusable(group, text)
+    if verdict.in_step:
+        mark_usable(groups)
+    else:
+        mark_unusable(groups, text)
         text += " The ranks are no longer in step: restart the processes, or make a new process group."
     kind = StepInterrupted if isinstance(error, KeyboardInterrupt) else StepError
     return kind(text)

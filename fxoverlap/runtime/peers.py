@@ -16,7 +16,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,9 @@ from fxoverlap.runtime.launches import Launches, missing
 # A rank looks into the store this often while it waits for a collective.
 _POLL_S = 0.5
 # A rank that has failed gives its peers this long to report too: a peer notices at its next wait.
-_GRACE_S = 5.0
+_GRACE_S = 8.0
+# Where a connection broke, whoever is alive has noticed already.
+_GRACE_BROKEN_S = 3.0
 # Collectives that all ranks have launched complete within this time.
 _CATCH_UP_S = 3.0
 
@@ -52,14 +54,16 @@ def check_usable(group: dist.ProcessGroup) -> None:
         )
 
 
-def mark_unusable(group: dist.ProcessGroup, why: str) -> None:
-    """Remember that the ranks of a group are no longer in step."""
-    _unusable[group] = why
+def mark_unusable(groups: Iterable[dist.ProcessGroup], why: str) -> None:
+    """Remember that the ranks of groups are no longer in step."""
+    for group in groups:
+        _unusable[group] = why
 
 
-def mark_usable(group: dist.ProcessGroup) -> None:
+def mark_usable(groups: Iterable[dist.ProcessGroup]) -> None:
     """Take `mark_unusable` back."""
-    _unusable.pop(group, None)
+    for group in groups:
+        _unusable.pop(group, None)
 
 
 def follows(error: BaseException) -> bool:
@@ -67,7 +71,7 @@ def follows(error: BaseException) -> bool:
     return isinstance(error, PeerFailedError) or compat.is_connection_error(error)
 
 
-def report_failure(session: str, failure: Exception) -> None:
+def report_failure(session: str, failure: BaseException) -> None:
     """Tell whoever waits in an agreement that this rank will not come to it."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _write(session, dist.get_rank(), _Report(False, f"{type(failure).__name__}: {failure}", {}))
@@ -91,17 +95,20 @@ class Verdict:
 
 
 class Peers:
-    """The ranks of a group during one session.
+    """The ranks of one or several groups during one session.
 
     Args:
-        group: a group of at least two ranks, this one included.
-        session: a text that the ranks have in common for this session and for no other.
+        groups: groups of at least two ranks, this one included in each.
+        session: a text that the ranks have in common for this session and for no other. Ranks of other groups may have
+            it too; a failure there counts only where `everyone` is true.
+        everyone: whether all who have the session wait for one another, directly or through other groups.
     """
 
-    def __init__(self, group: dist.ProcessGroup, session: str) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], session: str, everyone: bool = False) -> None:
         self._store = compat.default_store()
-        self._session = session
-        self._ranks = dist.get_process_group_ranks(group)
+        self._session, self._everyone = session, everyone
+        self._groups = {group.group_name for group in groups}
+        self._ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
         self._own = dist.get_rank()
         self._waiter: _Waiter | None = None
         self.launches: dict[str, Launches] = {}
@@ -128,22 +135,22 @@ class Peers:
         if self._waiter.failed is not None:
             raise self._waiter.failed
 
-    def settle(self, reason: str, error: BaseException, in_flight: Sequence[torch.Tensor]) -> Verdict:
+    def settle(self, reason: str, error: BaseException, in_flight: Sequence[torch.Tensor] | None = None) -> Verdict:
         """Report that this rank has failed, hear what the others have to say, and get back in step with them.
 
         Args:
             reason: what to tell the peers.
             error: the failure.
-            in_flight: results of launches that nothing waits for any more.
+            in_flight: results of launches that nothing waits for any more; None: getting back in step is no use.
         """
         own = _Report(follows(error), reason, self.launches)
         try:
             _write(self._session, self._own, own)
-            reports = self._reports_of_all()
+            reports = self._reports_of_all(_GRACE_BROKEN_S if compat.is_connection_error(error) else _GRACE_S)
         except Exception as lost:
             return Verdict(f"The store of the process groups cannot be reached, so its host has ended: {lost}", False)
         silent = [rank for rank in self._ranks if rank not in reports]
-        in_step = not silent and self._catch_up(reports, in_flight)
+        in_step = not silent and in_flight is not None and self._catch_up(reports, in_flight)
         return Verdict(_cause(reports, silent) if own.follows else "", in_step)
 
     def arrive(self, in_flight: Sequence[torch.Tensor]) -> bool:
@@ -156,19 +163,19 @@ class Peers:
         return True
 
     def _first_failure(self) -> str | None:
-        if not self._store.check([f"{_prefix(self._session)}/first"]):
+        first = f"{_prefix(self._session)}/first"
+        if not self._store.check([first]):
             return None
-        # Ranks of other groups may use the same session.
-        for rank in self._ranks:
+        for rank in [int(self._store.get(first))] if self._everyone else self._ranks:
             if self._store.check([_key(self._session, rank)]):
                 report = _read(self._session, rank)
                 if not report.follows:
                     return f"rank {rank} failed: {report.reason}"
         return None
 
-    def _reports_of_all(self) -> dict[int, _Report]:
+    def _reports_of_all(self, timeout_s: float) -> dict[int, _Report]:
         """The report of every rank that makes one in time."""
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + timeout_s
         missing_ranks = set(self._ranks)
         while missing_ranks and time.monotonic() < deadline:
             missing_ranks = {rank for rank in missing_ranks if not self._store.check([_key(self._session, rank)])}
@@ -179,12 +186,9 @@ class Peers:
         """Launch what peers have launched and this rank has not, and wait for all of it. Whether that worked."""
         assert self._waiter is not None
         results = list(in_flight)
-        for group in {name for report in reports.values() for name in report.launches}:
+        for group in self._groups & {name for report in reports.values() for name in report.launches}:
             launched = {rank: report.launches.get(group, Launches()) for rank, report in reports.items()}
-            # A peer's other groups: whoever waits for it there has not been asked.
-            is_own = group in compat.group_names()
-            ranks = dist.get_process_group_ranks(compat.process_group(group)) if is_own else None
-            calls = missing(group, self._own, launched) if ranks and set(ranks) <= set(reports) else None
+            calls = missing(group, self._own, launched)
             if calls is None:
                 return False
             results += [op(*args) for op, *args in calls]
@@ -201,7 +205,7 @@ def _cause(reports: dict[int, _Report], silent: list[int]) -> str:
         return f"rank {first} failed: {reports[first].reason}"
     if silent:
         names = "rank" if len(silent) == 1 else "ranks"
-        return f"{names} {', '.join(map(str, silent))} said nothing, so the process has ended."
+        return f"{names} {', '.join(map(str, silent))} said nothing: the process has ended, or is busy in one node."
     return "every rank lost a connection, and none failed by itself."
 
 
@@ -259,6 +263,7 @@ def _write(session: str, rank: int, report: _Report) -> None:
     store = compat.default_store()
     store.set(_key(session, rank), json.dumps([report.follows, report.reason, launches]))
     if not report.follows:
+        # The first of several stays: who reads it must find a report that does not follow.
         store.set(f"{_prefix(session)}/first", str(rank))
 
 
