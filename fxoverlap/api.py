@@ -34,6 +34,7 @@ from fxoverlap.runtime import (
     agree,
     all_or_nothing,
     held_accumulators,
+    interrupts,
     report_failure,
     run,
     step_error,
@@ -145,10 +146,14 @@ class OverlappedModel(nn.Module):
             StepError: a node failed, or a hook changed a parameter. A `.grad` that was None is None again; parameters
                 are untouched but by such hooks.
         """
+        with interrupts.held():
+            return self._step(microbatches, outputs)
+
+    def _step(self, microbatches: Sequence[Any], outputs: bool) -> StepResult:
         ready = self._get_ready(microbatches)
         self._microbatches = len(ready.given)
         result, progress = StepResult([], []), Progress()
-        peers = Peers(ready.groups, ready.session, everyone=True) if ready.groups else None
+        peers = Peers(ready.groups, ready.session, ready.agreement) if ready.groups else None
         with watched(peers):
             try:
                 self._run(ready, result, outputs, progress)
@@ -215,14 +220,14 @@ class OverlappedModel(nn.Module):
     def _get_ready(self, microbatches: Sequence[Any]) -> _Ready:
         """Capture and plan what is missing, and agree with the other ranks, before anything runs."""
         self._attempts += 1
-        session = f"{self._number}.{self._attempts}"
-        ready = _Ready()
+        ready = _Ready(f"{self._number}.{self._attempts}")
         failure: BaseException | None = None
         try:
             ready.given = self._given(microbatches)
             ready.parts = [flatten(each) for each in ready.given]
             ready.variants = self._planner.variants_for(ready.parts, ready.given)
             ready.programs = self._planner.prepare(ready.variants)
+            interrupts.check()
         except (Exception, KeyboardInterrupt) as error:
             failure = error
         ready.groups = self._planner.groups()
@@ -230,8 +235,8 @@ class OverlappedModel(nn.Module):
         own = Standing(len(ready.given), plans, failure, self._last_failed)
         self._last_failed = False
         if failure is not None and not ready.groups:
-            report_failure(session, failure)
-        ready.session = agree(ready.groups, own, session)
+            report_failure(ready.agreement, failure)
+        ready.session = agree(ready.groups, own, ready.agreement)
         return ready
 
     def _begin(self, number: int, ready: _Ready) -> MicrobatchState:
@@ -270,13 +275,15 @@ class _Ready:
     """What a step has before anything runs.
 
     Attributes:
-        session: what the ranks call this step.
+        agreement: what the ranks call the agreement before this step.
+        session: what they call the step.
         groups: those whose ranks run it together; none if there is one rank.
         given, parts, variants: one each a microbatch.
         held: parameters and microbatch tensors whose accumulation may have hooks.
         programs: in the order in which they run, one more than microbatches.
     """
 
+    agreement: str
     session: str = ""
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     given: list[Microbatch] = field(default_factory=list)

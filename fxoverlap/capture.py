@@ -236,6 +236,9 @@ def _split_loss(result: Any) -> tuple[torch.Tensor, Any]:
     return loss, rest
 
 
+_WORDS_OF_THE_TRACER = ("numpy", "fake", "Fake", "Functional", "symbolic", "data is not allocated")
+
+
 def _capture_error(error: Exception, place: Place) -> CaptureError:
     where = "outside the modules" if place.fqn is None else f"in module {place.fqn or '(the model itself)'!r}"
     reason = str(error).strip().splitlines()[0].rstrip(".") + "." if str(error).strip() else "no message."
@@ -246,7 +249,7 @@ def _capture_error(error: Exception, place: Place) -> CaptureError:
     elif compat.is_data_dependent(error):
         reason = f"a Python branch or size depends on the contents of a tensor: {reason}"
         remedy = "Use torch.where or torch.cond for the branch; state what holds of a size with torch._check."
-    elif not isinstance(error, RuntimeError) and "numpy" not in reason:
+    elif not any(word in reason for word in _WORDS_OF_THE_TRACER):
         remedy = (
             "Call the model itself on this microbatch: where that works, something in forward does not bear tracing."
         )

@@ -116,6 +116,15 @@ def non_strict_tracing() -> Iterator[None]:
 _COMPOSITES = ("dropout.default", "matmul.default", "lstm.input", "lstm.data", "gru.input", "gru.data")
 
 
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Eager's dropout on a CPU, without its question whether there are rows, which a symbol could not answer."""
+    if not train or p == 0:
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype)
+    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
 @contextlib.contextmanager
 def eager_composites() -> Iterator[None]:
     """Trace what eager computes where torch registers a Python decomposition that computes otherwise.
@@ -124,16 +133,21 @@ def eager_composites() -> Iterator[None]:
     then by 1 / (1 - p), which rounds differently.
     """
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    own = {"dropout.default": _dropout}
     removed = []
     for name in _COMPOSITES:
         packet, overload = name.split(".")
         op: Any = getattr(getattr(torch.ops.aten, packet), overload)
         removed.append((op, {key: op.py_kernels.pop(key) for key in keys if key in op.py_kernels}))
+        if name in own:
+            op.py_kernels.update(dict.fromkeys(keys, own[name]))
         op._dispatch_cache.clear()
     try:
         yield
     finally:
         for op, kernels in removed:
+            for key in keys:
+                op.py_kernels.pop(key, None)
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
 

@@ -114,14 +114,23 @@ class Planner:
         check_leaves(leaves)
         now = Key({**microbatch_key(leaves), **around.entries}, around.tensors)
         for key, variant in self._variants.items():
-            if key.fits(now, [each for each in variant.constants.values() if isinstance(each, torch.Tensor)]):
+            constants = [each for each in variant.constants.values() if isinstance(each, torch.Tensor)]
+            if key.fits(now, constants, variant.capture.assigned):
                 return variant
         limit = 1 if self._config.dynamic is False else self._config.max_variants
         limit += sum(bool(variant.born) for variant in self._variants.values())
         if len(self._variants) >= limit:
+            self._forget([key for key in self._variants if key.is_of_other_tensors(now)])
+        if len(self._variants) >= limit:
             raise UnsupportedError(_too_many(self._config, list(self._variants), now, leaves))
         self._variants[now] = self._capture(microbatch)
         return self._variants[now]
+
+    def _forget(self, keys: list[Key]) -> None:
+        """Drop variants, and the programs that they are part of."""
+        gone = {id(self._variants.pop(key)) for key in keys}
+        self._built = {pair: built for pair, built in self._built.items() if gone.isdisjoint(pair)}
+        self._fingerprints.clear()  # their keys are addresses of programs
 
     def built(self, f: Variant | None, b: Variant | None) -> Built:
         """The program in which the forward of `f` and the backward of `b` run."""
@@ -179,6 +188,11 @@ class Planner:
         if not (dist.is_available() and dist.is_initialized()):
             return []
         asked = self._config.process_group
+        if isinstance(asked, str) and asked not in compat.group_names():
+            raise ConfigError(
+                f"OverlapConfig.process_group is {asked!r}, but the process groups are "
+                f"{', '.join(sorted(compat.group_names()))}. Give the group itself, or its group_name."
+            )
         if asked is not None:
             found = [asked]
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -46,13 +46,33 @@ class Key:
     entries: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
 
-    def fits(self, now: Key, constants: Iterable[torch.Tensor]) -> bool:
-        """Whether a capture with this key, whose graph holds these constants, is right for what there is now."""
-        if self.entries != now.entries:
-            return False
+    def fits(self, now: Key, constants: Iterable[torch.Tensor], assigned: Sequence[str]) -> bool:
+        """Whether a capture with this key is right for what there is now.
+
+        Args:
+            now: what there is.
+            constants: the tensors that the graph holds.
+            assigned: FQNs of attributes that forward assigns: what a call has left in them does not count.
+        """
+        for name in self._differing(now):
+            path = name.removeprefix("length of ").removeprefix("attribute ")
+            if not any(path == each or path.startswith((f"{each}[", f"{each}.")) for each in assigned):
+                return False
         held = {compat.storage_id(constant) for constant in constants}
         read = {name: value for name, value in self.tensors.items() if compat.storage_id(value) in held}
         return all(now.tensors.get(name) is value for name, value in read.items())
+
+    def is_of_other_tensors(self, now: Key) -> bool:
+        """Whether a parameter or buffer was another object, so that a capture with this key only keeps it alive."""
+        names = [name for name in self._differing(now) if name.startswith(("parameter ", "buffer "))]
+        return any(self.entries.get(name, (None,))[0] != now.entries.get(name, (None,))[0] for name in names)
+
+    def _differing(self, now: Key) -> list[str]:
+        if self.entries == now.entries:
+            return []
+        missing = object()
+        names = {**self.entries, **now.entries}
+        return [name for name in names if self.entries.get(name, missing) != now.entries.get(name, missing)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

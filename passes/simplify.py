@@ -3,6 +3,7 @@
 In:  JointGraph as exported.
 Out: the same graph; the values and bits of everything that is left are the same:
      - `detach` is gone, so that aliases are seen as what they are;
+     - a wait for what has been waited for is gone;
      - a transposition of a transposition is what was transposed;
      - a view of a view of a contiguous tensor is one view;
      - a launch that nothing reads is waited for, as every other one is;
@@ -36,7 +37,7 @@ def simplify(joint: JointGraph, config: OverlapConfig) -> JointGraph:
     del config
     graph = joint.module.graph
     stands_for: dict[str, str] = {}
-    rules: tuple[Rule, ...] = (no_detach, no_double_transpose, one_view, one_name, SizeOnce())
+    rules: tuple[Rule, ...] = (no_detach, one_wait, no_double_transpose, one_view, one_name, SizeOnce())
     for node in list(op_facts.ops(graph)):
         found = next((new for rule in rules if (new := rule(node)) is not None), None)
         if found is not None:
@@ -54,6 +55,12 @@ simplify.stage = "joint"  # type: ignore[attr-defined]
 def no_detach(node: fx.Node) -> fx.Node | None:
     """detach(x) -> x: below autograd there is no graph to detach from."""
     return _first(node) if node.target is aten.detach.default else None
+
+
+def one_wait(node: fx.Node) -> fx.Node | None:
+    """wait(wait(x)) -> wait(x): functional collectives may wait by themselves while they are traced."""
+    source = _first(node) if op_facts.is_wait(node) else None
+    return source if source is not None and op_facts.is_wait(source) else None
 
 
 def no_double_transpose(node: fx.Node) -> fx.Node | None:

@@ -59,6 +59,25 @@ class Turned(nn.Module):
         return x + y.transpose(0, 1)
 
 
+class WaitsAgain(RawMoE):
+    """A MoE block that waits for what functional collectives may have waited for, and drops rows of its experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        choice = self.router(flat).argmax(-1)
+        order = choice.argsort(stable=True)
+        counts = (choice[:, None] == torch.arange(self.experts)).sum(0)
+        received = funcol.wait_tensor(funcol.all_to_all_single(counts, None, None, self.group))
+        sent = counts.view(self.ranks, -1).sum(1).tolist()
+        got = received.view(self.ranks, -1).sum(1).tolist()
+        for size in (*sent, *got):
+            torch._check(size >= 0)
+        rows = funcol.wait_tensor(funcol.all_to_all_single_autograd(flat[order], got, sent, self.group))
+        rows = nn.functional.dropout(torch.relu(rows @ self.w), 0.3)
+        back = funcol.all_to_all_single_autograd(rows, sent, got, self.group)
+        return x + torch.zeros_like(flat).index_copy(0, order, back).view_as(x)
+
+
 class OneWay(RawMoE):
     """A MoE block that sends the experts' results on instead of back."""
 
@@ -166,6 +185,12 @@ def test_all_to_one_is_what_its_name_says(group: dist.ProcessGroup, other: dist.
         block.router.register_forward_hook(lambda module, args, scores: choices.append(scores.argmax(-1)))
     model(*batches(1)[0])
     assert [choice.unique().tolist() for choice in choices] == [[0], [0]]
+
+
+def test_waits_of_the_model_and_dropout_on_rows_of_experts(group: dist.ProcessGroup) -> None:
+    overlapped = fxo.transform(seeded(lambda: Net(WaitsAgain(16, 4, group))))
+    assert train(overlapped) == []
+    assert Counter(node.slot.value for node in comm_nodes(overlapped)) == {"counts": 1, "dispatch": 2, "combine": 2}
 
 
 # --- two ranks: one spawn ------------------------------------------------------------------------------------------

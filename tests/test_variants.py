@@ -224,9 +224,7 @@ VARYING: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("attribute linear.in_features varies", "seen 4", "now 5"),
     ),
     "mode": (lambda m: m.linear.eval(), ("attribute linear.training varies", "seen True", "now False")),
-    "parameter": (replace_weight, ("parameter linear.weight varies",)),
     "requires_grad": (lambda m: m.p.requires_grad_(False), ("parameter p varies", "True", "False")),
-    "buffer": (set_to("mean", torch.ones(4)), ("buffer mean varies",)),
     "default dtype": (
         lambda m: torch.set_default_dtype(torch.float64),
         ("the default dtype varies", "torch.float32", "torch.float64"),
@@ -250,6 +248,31 @@ def test_beyond_the_bound_the_error_names_what_varies(name: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert [part for part in (*parts, "1 variants", "max_variants") if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("change", [replace_weight, lambda m: setattr(m, "mean", torch.ones(4))])
+def test_captures_for_tensors_that_are_gone_make_room(change: Change) -> None:
+    """They could not be used again, and would keep the old tensors alive."""
+    overlapped = fxo.transform(Made(lambda m, x: (m.linear(x) * m.mean).sum()), fxo.OverlapConfig(max_variants=2))
+    eager = copy.deepcopy(overlapped.module)
+    for step in range(5):
+        for each in (eager, overlapped.module):
+            change(each)
+        same_step(eager, overlapped, rows(step))
+        assert overlapped.report().variants <= 2
+
+
+def test_what_a_call_leaves_in_attributes_makes_no_variant() -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        m.shapes = [x.shape[0]]
+        return m.linear(x).sum()
+
+    overlapped = fxo.transform(Made(loss, calls=0, shapes=[]), fxo.OverlapConfig(max_variants=1))
+    for size in range(1, 4):
+        overlapped(torch.ones(size, 4))
+        overlapped.step(rows(0))
+    assert overlapped.report().variants == 1 and overlapped.report().assigned_attributes == ("calls", "shapes")
 
 
 def test_python_leaf_beyond_the_bound() -> None:

@@ -1,5 +1,6 @@
 """The runtime: runs fused graphs on the state of at most two microbatches, and delivers gradients."""
 
+from fxoverlap.runtime import interrupts
 from fxoverlap.runtime.agreement import Fingerprint, Standing, agree
 from fxoverlap.runtime.executor import Progress, run
 from fxoverlap.runtime.failure import step_error
@@ -19,6 +20,7 @@ __all__ = [
     "agree",
     "all_or_nothing",
     "held_accumulators",
+    "interrupts",
     "lower",
     "report_failure",
     "run",

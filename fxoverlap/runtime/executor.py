@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fxoverlap import compat
+from fxoverlap.runtime import interrupts
 from fxoverlap.runtime.gradients import deliver
 from fxoverlap.runtime.program import Operation, Program
 from fxoverlap.runtime.state import MicrobatchState
@@ -48,6 +49,7 @@ def run(
         state = forward if operation.of_forward else backward
         assert state is not None
         _issue(operation, state)
+        interrupts.check()
     progress.index = len(program.operations)
     if forward is not None:
         forward.commit()

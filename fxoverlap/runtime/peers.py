@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from fxoverlap import compat
 from fxoverlap.errors import StepError
+from fxoverlap.runtime import interrupts
 from fxoverlap.runtime.launches import Launches, missing
 
 # A rank looks into the store this often while it waits for a collective.
@@ -100,13 +101,14 @@ class Peers:
     Args:
         groups: groups of at least two ranks, this one included in each.
         session: a text that the ranks have in common for this session and for no other. Ranks of other groups may have
-            it too; a failure there counts only where `everyone` is true.
-        everyone: whether all who have the session wait for one another, directly or through other groups.
+            it too.
+        agreement: the session before, if a peer that stopped there may not have heard that this one has begun; then all
+            who have `session` wait for one another, directly or through other groups.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], session: str, everyone: bool = False) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], session: str, agreement: str | None = None) -> None:
         self._store = compat.default_store()
-        self._session, self._everyone = session, everyone
+        self._session, self._agreement = session, agreement
         self._groups = {group.group_name for group in groups}
         self._ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
         self._own = dist.get_rank()
@@ -129,6 +131,7 @@ class Peers:
         assert self._waiter is not None
         self._waiter.start(function)
         while not self._waiter.is_idle(_POLL_S):
+            interrupts.check()
             failed = self._first_failure()
             if failed is not None:
                 raise PeerFailedError(failed)
@@ -163,12 +166,19 @@ class Peers:
         return True
 
     def _first_failure(self) -> str | None:
+        if self._agreement is None:
+            return self._failure_in(self._session, self._ranks)
         first = f"{_prefix(self._session)}/first"
-        if not self._store.check([first]):
+        ranks = [int(self._store.get(first))] if self._store.check([first]) else []
+        return self._failure_in(self._session, ranks) or self._failure_in(self._agreement, self._ranks)
+
+    def _failure_in(self, session: str, ranks: Sequence[int]) -> str | None:
+        """What one of these ranks that failed by itself has reported."""
+        if not self._store.check([f"{_prefix(session)}/first"]):
             return None
-        for rank in [int(self._store.get(first))] if self._everyone else self._ranks:
-            if self._store.check([_key(self._session, rank)]):
-                report = _read(self._session, rank)
+        for rank in ranks:
+            if self._store.check([_key(session, rank)]):
+                report = _read(session, rank)
                 if not report.follows:
                     return f"rank {rank} failed: {report.reason}"
         return None
