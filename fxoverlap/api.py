@@ -204,7 +204,7 @@ class OverlappedModel(nn.Module):
             self._planner.variants,
             [names[position[i]] for i in sorted(variant.layout.snapshots)],
             variant.capture.assigned,
-            self.config.delay_wgrad,
+            self.config,
         )
 
     def _given(self, microbatches: Sequence[Any]) -> list[Microbatch]:

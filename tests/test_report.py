@@ -131,3 +131,16 @@ def test_b81_getitem_between_launch_and_wait(group: dist.ProcessGroup) -> None:
         if op_facts.is_wait(n) and "getitem" in n.args[0].name
     ]
     assert len(waits) == 2
+
+
+def test_layers_that_match_nothing_are_a_warning(group: dist.ProcessGroup) -> None:
+    named = fxo.transform(toy("[*E]", group), fxo.OverlapConfig(layers="blocks.*"), example_inputs=batches(1)[0])
+    assert "layers='blocks.*' matches no module" in " ".join(named.report().warnings)
+    default = fxo.transform(toy("[*E]", group), example_inputs=batches(1)[0])
+    assert "matches no module" not in " ".join(default.report().warnings)
+
+
+def test_name_of_no_process_group_is_refused(group: dist.ProcessGroup) -> None:
+    overlapped = fxo.transform(toy("*-"), fxo.OverlapConfig(process_group="nope"))
+    with pytest.raises(fxo.ConfigError, match=rf"process_group is 'nope'.*{group.group_name}.*group_name"):
+        overlapped.step(batches(1))

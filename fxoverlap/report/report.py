@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan
 from fxoverlap.pipeline import PassRecord
 from fxoverlap.report.reasons import covered, in_step, reasons
@@ -84,7 +85,7 @@ def make_report(
     variants: int,
     snapshots: Sequence[str],
     assigned: Sequence[str],
-    delay_wgrad: bool,
+    config: OverlapConfig,
 ) -> Report:
     """The report of a chunk, its plans by kind, and a step of so many microbatches (None: there was none yet)."""
     plan = plans["FB"]
@@ -92,7 +93,10 @@ def make_report(
     moved = count_moved(plan.order)
     warnings = []
     has_weights = any(node.phase is Phase.W for node in chunk.nodes)
-    if delay_wgrad and has_weights and moved == 0:
+    physical = chunk.joint.physical if chunk.joint is not None else ()
+    if config.layers != OverlapConfig().layers and not physical:
+        warnings.append(f"OverlapConfig.layers={config.layers!r} matches no module, so no layer has edges of its own.")
+    if config.delay_wgrad and has_weights and moved == 0:
         warnings.append("delay_wgrad=True, but the schedule moved no W node: all run right behind their B node.")
     exchanges = sum(node.lane is Lane.COMM for node in chunk.nodes)
     if exchanges == 0:
@@ -113,7 +117,7 @@ def make_report(
             for r in records
         ),
         warnings=tuple(warnings),
-        little_hidden=reasons(plan, microbatches, delay_wgrad),
+        little_hidden=reasons(plan, microbatches, config.delay_wgrad),
     )
 
 

@@ -103,7 +103,7 @@ def _agree_in(group: dist.ProcessGroup, own: Standing, number: int, session: str
         except PlanMismatchError:
             raise
         except (Exception, KeyboardInterrupt) as error:
-            mark_unusable([group], str(error))
+            mark_unusable([group], f"{type(error).__name__}: {error}")
             verdict = peers.settle(f"{type(error).__name__}: {error}", error)
             if isinstance(error, KeyboardInterrupt):
                 raise
