@@ -1,4 +1,4 @@
-"""What every test file gets: one computing thread, and the fixture `group`."""
+"""What every test file gets: one computing thread, the fixture `group`, and a place for what a test has to say."""
 
 from collections.abc import Iterator
 
@@ -20,3 +20,11 @@ def group() -> Iterator[dist.ProcessGroup]:
     """
     with one_rank_group() as group:
         yield group
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as "summary", from whichever process they ran in."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "summary" and report.when == "call":
+                terminalreporter.write_line(str(value))
