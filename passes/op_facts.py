@@ -13,19 +13,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-import fxoverlap.ops  # noqa: F401  (defines the ops that are named here)
 from fxoverlap import compat
 from fxoverlap.ir import META, OpTag
+from fxoverlap.ops import collectives
+from fxoverlap.ops.collectives import LAUNCHES, WAIT
 
 aten = torch.ops.aten
-LAUNCHES = (torch.ops._c10d_functional.all_to_all_single.default, torch.ops.fxoverlap.exchange.default)
-WAIT = torch.ops._c10d_functional.wait_tensor.default
-COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
-# The same ops under other names, as models that call them by name have them.
-OTHER_NAMES: dict[Any, Any] = {
-    torch.ops._c10d_functional_autograd.all_to_all_single.default: LAUNCHES[0],
-    torch.ops.c10d_functional.wait_tensor.default: WAIT,
-}
 # Views whose schema does not say so.
 HIDDEN_VIEWS = (aten._unsafe_view.default, aten._reshape_alias.default, WAIT)
 # Views of every element of what they are made of.
@@ -65,8 +58,7 @@ def is_wait(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the node launches or waits for a collective of any kind."""
-    target: Any = node.target
-    return is_launch(node) or (compat.is_overload(target) and target.namespace in COLLECTIVE_NAMESPACES)
+    return collectives.is_collective(node.target)
 
 
 def schema(node: fx.Node) -> torch.FunctionSchema | None:

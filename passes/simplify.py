@@ -24,6 +24,7 @@ from torch import fx
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import JointGraph
+from fxoverlap.ops.collectives import OTHER_NAMES
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.op_facts import aten
 
@@ -86,7 +87,7 @@ def one_view(node: fx.Node) -> fx.Node | None:
 
 def one_name(node: fx.Node) -> fx.Node | None:
     """A collective of another namespace -> the same op in the namespace that passes know."""
-    known = op_facts.OTHER_NAMES.get(node.target)
+    known = OTHER_NAMES.get(node.target)
     if known is None:
         return None
     with node.graph.inserting_before(node):

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 
 from fxoverlap import compat
+from fxoverlap.ops.collectives import ALL_TO_ALL, EXCHANGE
 
 # A rank is never further ahead of its peers than what it can launch without waiting for them.
 _LAST = 64
-
-_ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
-_EXCHANGE = torch.ops.fxoverlap.exchange.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,8 @@ class Launch:
     def of(op: Any, args: tuple[Any, ...]) -> Launch | None:
         """The record of a call; None if its arguments are no single tensor, numbers and texts."""
         x, *rest = args[:-1]
-        if op is _EXCHANGE:
-            op, rest = _ALL_TO_ALL, [rest[0].tolist(), rest[1].tolist()]
+        if op is EXCHANGE:
+            op, rest = ALL_TO_ALL, [rest[0].tolist(), rest[1].tolist()]
         if not isinstance(x, torch.Tensor) or not all(isinstance(each, (int, str, list, tuple)) for each in rest):
             return None
         return Launch(str(op), list(x.shape), str(x.dtype).removeprefix("torch."), list(rest))
@@ -110,7 +108,7 @@ def _call(known: Launch, theirs: list[Launch | None], position: int, group: str)
     namespace, name, overload = known.op.split(".")
     op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     shape, args = known.shape, known.args
-    if op is _ALL_TO_ALL:
+    if op is ALL_TO_ALL:
         # Ranks that have not launched it either exchange nothing with this one.
         received = [0 if each is None else each.args[1][position] for each in theirs]
         sent = [0 if each is None else each.args[0][position] for each in theirs]

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from fxoverlap import compat
 from fxoverlap.errors import StepError
+from fxoverlap.ops.collectives import WAIT
 from fxoverlap.runtime import interrupts
 from fxoverlap.runtime.launches import Launches, missing
 
@@ -38,7 +39,6 @@ _GRACE_BROKEN_S = 3.0
 # Collectives that all ranks have launched complete within this time.
 _CATCH_UP_S = 3.0
 
-_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 _watch: ContextVar[Peers | None] = ContextVar("fxoverlap_watch", default=None)
 
 
@@ -204,7 +204,7 @@ class Peers:
             results += [op(*args) for op, *args in calls]
         if not self._waiter.is_idle(_CATCH_UP_S):
             return False
-        self._waiter.start(lambda: [_wait_tensor(result) for result in results])
+        self._waiter.start(lambda: [WAIT(result) for result in results])
         return self._waiter.is_idle(_CATCH_UP_S) and not self._waiter.failed
 
 
@@ -230,10 +230,10 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for a collective; inside `Peers.watched` only for as long as no peer reports a failure."""
     peers = _watch.get()
     if peers is None:
-        return _wait_tensor(tensor)
-    peers.call(lambda: _wait_tensor(tensor))
+        return WAIT(tensor)
+    peers.call(lambda: WAIT(tensor))
     # It has arrived; profilers and dispatch modes of this thread are to see the wait as well.
-    return _wait_tensor(tensor)
+    return WAIT(tensor)
 
 
 def launch(op: Any, *args: Any) -> torch.Tensor:

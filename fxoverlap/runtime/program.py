@@ -11,16 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from fxoverlap import compat
 from fxoverlap.ir import META, FusedGraph, GraphInput, InputKind, Instance, ValueRef
+from fxoverlap.ops.collectives import WAIT, is_collective
 from fxoverlap.runtime.peers import launch, wait
 from fxoverlap.runtime.state import Layout
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_COLLECTIVES = ("_c10d_functional.", "c10d_functional.", "fxoverlap.exchange")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +79,24 @@ def _watched(module: nn.Module) -> Callable[..., Any]:
     """The forward of a node's module, whose launches are noted and whose waits end when a peer fails."""
     graph = module.graph
     assert isinstance(graph, fx.Graph)
-    if not any(map(_is_collective, graph.nodes)):
+    if not any(is_collective(node.target) for node in graph.nodes):
         return module.forward
     copy = fx.Graph()
     copy.set_codegen(compat.BoxedCodeGen())
     copy.output(copy.graph_copy(graph, {}))
-    for node in filter(_is_collective, copy.nodes):
-        if node.target is _WAIT:
+    for node in [node for node in copy.nodes if is_collective(node.target)]:
+        if node.target is WAIT:
             node.target = wait
         else:
             node.args, node.target = (node.target, *node.args), launch
     return fx.GraphModule(module, copy).forward
 
 
-def _is_collective(node: fx.Node) -> bool:
-    return node.op == "call_function" and str(node.target).startswith(_COLLECTIVES)
-
-
 def _launches(module: nn.Module) -> bool:
     """Whether a node's module launches a collective, on whatever group."""
     graph = module.graph
     assert isinstance(graph, fx.Graph)
-    return any(_is_collective(node) and node.target is not _WAIT for node in graph.nodes)
+    return any(is_collective(node.target) and node.target is not WAIT for node in graph.nodes)
 
 
 def _operation(
