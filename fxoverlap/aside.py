@@ -9,9 +9,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -167,9 +168,8 @@ def draws_kept(model: nn.Module, draws: Draws) -> Iterator[None]:
     """
     held = [each for module in model.modules() for each in vars(module).values() if isinstance(each, torch.Generator)]
     generators = [(each, each.get_state()) for each in (torch.default_generator, *held)]
-    python = random.getstate()
-    numpy = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    numbers = numpy and numpy.get_state(legacy=False)
+    foreign = _foreign_generators(model)
+    before = [get() for get, _ in foreign]
     for generator, _ in generators:
         generator.manual_seed(_MARK)
     try:
@@ -177,14 +177,28 @@ def draws_kept(model: nn.Module, draws: Draws) -> Iterator[None]:
             yield
         if any(generator.initial_seed() != _MARK for generator, _ in generators):
             _refuse_seed()
-        if random.getstate() != python or (numpy and repr(numpy.get_state(legacy=False)) != repr(numbers)):
+        if any(repr(get()) != repr(state) for (get, _), state in zip(foreign, before, strict=True)):
             draws.elsewhere = True
     finally:
         for generator, state in generators:
             generator.set_state(state)
-        random.setstate(python)
-        if numpy:
-            numpy.set_state(numbers)
+        for (_, put), state in zip(foreign, before, strict=True):
+            put(state)
+
+
+def _foreign_generators(model: nn.Module) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How to get and to set the state of the generators of Python and NumPy, and of such that modules hold."""
+    found: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found.append((functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state))
+    for each in (value for module in model.modules() for value in vars(module).values()):
+        if isinstance(each, random.Random):
+            found.append((each.getstate, each.setstate))
+        elif numpy is not None and isinstance(each, numpy.random.Generator):
+            bits = each.bit_generator
+            found.append((functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")))
+    return found
 
 
 def _refuse_seed(*args: Any, **kwargs: Any) -> None:

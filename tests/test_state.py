@@ -332,6 +332,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "fork": (lambda: Made(forked), "random generator or forks.*before the step"),
     "Python's random": (made(lambda m, x: random.random()), "draws from Python's random.*torch's functions"),
+    "a module's own random": (
+        lambda: Made(lambda m, x: m.linear(x).sum() * m.own.random(), own=random.Random(0)),
+        "draws from Python's random.*torch's functions",
+    ),
+    "a module's own generator of NumPy": (
+        lambda: Made(lambda m, x: m.linear(x).sum() * m.own.random(), own=np.random.default_rng(0)),
+        r"numpy\.random.*torch's functions",
+    ),
     "numpy.random": (made(lambda m, x: np.random.rand()), r"numpy\.random.*torch's functions"),
     "sparse gradient of a function": (
         lambda: Made(lambda m, x: F.embedding(x.long().abs(), m.linear.weight, sparse=True).sum()),
