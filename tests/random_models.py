@@ -317,8 +317,10 @@ def pattern_of(blocks: Sequence[str], seed: int) -> str:
 def config(spec: Spec) -> fxo.OverlapConfig:
     """The config of a spec."""
     right = f"{spec.name}.*"
+    # A symbol for each run of a layer.
+    runs = spec.blocks if spec.again is None else (*spec.blocks, spec.blocks[spec.again])
     return fxo.OverlapConfig(
-        pattern=pattern_of(spec.blocks, spec.seed) if spec.pattern and spec.glob != "nothing" else None,
+        pattern=pattern_of(runs, spec.seed) if spec.pattern and spec.glob != "nothing" else None,
         layers={"right": right, "nothing": "absent.*", "two": ("absent.*", right)}[spec.glob],
         schedule=shuffled(spec.seed) if spec.schedule == "random" else spec.schedule,
         delay_wgrad=spec.delay_wgrad,
