@@ -154,7 +154,8 @@ class Peers:
             return Verdict(f"The store of the process groups cannot be reached, so its host has ended: {lost}", False)
         silent = [rank for rank in self._ranks if rank not in reports]
         in_step = not silent and in_flight is not None and self._catch_up(reports, in_flight)
-        return Verdict(_cause(reports, silent) if own.follows else "", in_step)
+        # A PeerFailedError has named the rank already.
+        return Verdict(_cause(reports, silent) if compat.is_connection_error(error) else "", in_step)
 
     def arrive(self, in_flight: Sequence[torch.Tensor]) -> bool:
         """Wait for launches. Whether they completed before a peer reported a failure."""
