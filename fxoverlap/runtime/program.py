@@ -58,7 +58,8 @@ def lower(fused: FusedGraph, forward: Layout | None, backward: Layout | None) ->
     """Lower a fused graph for states with these layouts."""
     layouts = {"F": forward, "B": backward}
     operations = []
-    callables: dict[nn.Module, Callable[..., Any]] = {}
+    # Nodes of one structure share a module, which is looked at once.
+    callables: dict[nn.Module, tuple[Callable[..., Any], bool]] = {}
     targets: dict[str, list[GraphInput]] = {}
     for value, target in backward.gradients if backward is not None else ():
         targets.setdefault(value, []).append(target)
@@ -69,9 +70,10 @@ def lower(fused: FusedGraph, forward: Layout | None, backward: Layout | None) ->
             assert layout is not None
             module = fused.module.get_submodule(node.target)
             if module not in callables:
-                callables[module] = _watched(module)
+                callables[module] = _watched(module), _launches(module)
+            call, launches = callables[module]
             final = targets if instance.mb == "B" else {}
-            operations.append(_operation(node, module, callables[module], instance, layout, final))
+            operations.append(_operation(node, call, launches, instance, layout, final))
     return Program(tuple(operations))
 
 
@@ -101,8 +103,8 @@ def _launches(module: nn.Module) -> bool:
 
 def _operation(
     node: fx.Node,
-    module: nn.Module,
     call: Callable[..., Any],
+    launches: bool,
     instance: Instance,
     layout: Layout,
     targets: Mapping[str, Sequence[GraphInput]],
@@ -126,7 +128,7 @@ def _operation(
         ),
         last_reads=tuple(layout.index[value] for value in dying if value in read),
         last_waits=tuple(layout.index[value] for value in dying if value not in read),
-        launches=_launches(module),
+        launches=launches,
         gradients=tuple(
             (i, target.kind, target.index) for i, value in sorted(written.items()) for target in targets.get(value, ())
         ),
