@@ -49,4 +49,3 @@ def _part(node: fx.Node, weights: list[fx.Node]) -> None:
     for user in weights:
         assert user.target is operator.getitem
         user.replace_input_with(node, copy)
-
