@@ -138,12 +138,12 @@ class PhysicalLayer:
     Attributes:
         fqn: its fully qualified name; a module that runs several times is as many layers.
         symbol: its symbol in the pattern, None without a pattern.
-        group: index of its logical layer as the pattern sees it, None without a pattern.
+        logical: index of its logical layer.
     """
 
     fqn: str
-    symbol: str | None = None
-    group: int | None = None
+    symbol: str | None
+    logical: int
 
 
 @dataclass(frozen=True, slots=True)

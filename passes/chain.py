@@ -69,7 +69,7 @@ def forward_chain(joint: JointGraph) -> Chain:
             by_layer.setdefault(exchange.layer, []).append(exchange)
     # Without known layer edges the exchanges alone make the layers.
     physical: list[int | None] = list(range(len(joint.physical))) or ([None] if by_layer else [])
-    opens = _first_of_logical(joint.physical, by_layer) if joint.physical else [True] * len(physical)
+    opens = [True, *(one.logical != other.logical for one, other in pairwise(joint.physical))][: len(physical)]
     if joint.physical:
         chain.begin(Stage(None, Slot.PRE_PROCESS))
     logical = -1
@@ -110,24 +110,6 @@ def backward_chain(forward: Chain) -> Chain:
         # Layers that share a stage share its position.
         chain.entry[layer] = position[max(end, forward.entry[layer])]
     return chain
-
-
-def _first_of_logical(physical: tuple[PhysicalLayer, ...], by_layer: dict[int | None, list[Exchange]]) -> list[bool]:
-    """For each physical layer, whether it begins a logical layer.
-
-    The pattern decides where there is one. Else a layer with exchanges ends a logical layer, and what follows the last
-    such layer is one logical layer each.
-    """
-    last_moe = max((i for i in range(len(physical)) if i in by_layer), default=-1)
-
-    def begins(i: int) -> bool:
-        if i == 0:
-            return True
-        if physical[i].group is not None:
-            return physical[i].group != physical[i - 1].group
-        return i - 1 in by_layer or i > last_moe
-
-    return [begins(i) for i in range(len(physical))]
 
 
 def _is_feed_forward(index: int | None, physical: tuple[PhysicalLayer, ...], opens: list[bool]) -> bool:

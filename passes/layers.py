@@ -2,7 +2,7 @@
 
 In:  JointGraph with ops tagged with FQNs.
 Out: the same graph; `OpTag.layer` and `Exchange.layer` are filled in, and `physical` lists the layers in the order in
-     which the model runs them.
+     which the model runs them, with the logical layers that they make (`logical`).
 
 A glob matches whole FQN parts and may start at any part: `layers.*` matches `layers.3` and `model.layers.3`. Of nested
 matches, in names and in calls, the outermost counts. A module that runs several times is a layer each time.
@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import META, JointGraph, Phase, PhysicalLayer
+from fxoverlap.ir import META, Exchange, JointGraph, Phase, PhysicalLayer
 from fxoverlap.passes import op_facts
+from fxoverlap.passes.logical import logical_layers
 from fxoverlap.pattern import Pattern, parse
 
 Run = tuple[str, int]
@@ -39,12 +41,14 @@ def layers(joint: JointGraph, config: OverlapConfig) -> JointGraph:
         if run is not None and (tag.phase is Phase.F or run in found):
             index = found.setdefault(run, len(found))
             node.meta[META] = replace(tag, layer=index)
-    physical = tuple(PhysicalLayer(fqn) for fqn, _ in found)
     by_name = {node.name: op_facts.tag(node).layer for node in nodes}
     exchanges = tuple(replace(each, layer=by_name[each.launches[0]]) for each in joint.exchanges)
-    joint = replace(joint, physical=physical, exchanges=_same_layer_as_forward(exchanges))
-    if config.pattern is not None:
-        joint = replace(joint, physical=_fit(parse(config.pattern), config.pattern, joint, globs))
+    joint = replace(joint, exchanges=_same_layer_as_forward(exchanges))
+    pattern = None if config.pattern is None else parse(config.pattern)
+    fqns = [fqn for fqn, _ in found]
+    if pattern is not None:
+        _check_fit(pattern, fqns, joint.exchanges, globs)
+    joint = replace(joint, physical=_physical(fqns, pattern, joint.exchanges))
     _refuse_exchanges_outside(joint, globs)
     return joint
 
@@ -83,61 +87,40 @@ def _same_layer_as_forward(exchanges: tuple) -> tuple:
     return tuple(replace(each, layer=layer[each.index]) for each in exchanges)
 
 
-def _fit(pattern: Pattern, text: str, joint: JointGraph, globs: list[str]) -> tuple[PhysicalLayer, ...]:
-    found = joint.physical
+def _check_fit(pattern: Pattern, found: list[str], exchanges: Sequence[Exchange], globs: list[str]) -> None:
+    """Raise UnsupportedError unless the pattern describes the layers with these FQNs."""
     if not found:
         raise UnsupportedError(
-            f"The pattern {text!r} needs {len(pattern.symbols)} layers, but the layers glob {globs} matches no module "
-            f"that the forward runs. Set OverlapConfig.layers to the FQN glob of the model's layers."
+            f"The pattern '{pattern}' needs {len(pattern.symbols)} layers, but the layers glob {globs} matches no "
+            f"module that the forward runs. Set OverlapConfig.layers to the FQN glob of the model's layers."
         )
     if len(found) != len(pattern.symbols):
         raise UnsupportedError(
-            f"The pattern {text!r} has {len(pattern.symbols)} layers, but the forward runs {len(found)}: "
-            f"{', '.join(layer.fqn for layer in found)}. Write one symbol for each layer."
+            f"The pattern '{pattern}' has {len(pattern.symbols)} layers, but the forward runs {len(found)}: "
+            f"{', '.join(found)}. Write one symbol for each layer."
         )
-    with_exchange = {each.layer for each in joint.exchanges}
-    for i, (layer, symbol) in enumerate(zip(found, pattern.symbols, strict=True)):
+    with_exchange = {each.layer for each in exchanges}
+    for i, (fqn, symbol) in enumerate(zip(found, pattern.symbols, strict=True)):
         if i in with_exchange and symbol != "E":
             raise UnsupportedError(
-                f"The pattern {text!r} says {symbol!r} for layer {layer.fqn}, but that layer exchanges tokens. "
+                f"The pattern '{pattern}' says {symbol!r} for layer {fqn}, but that layer exchanges tokens. "
                 f"Write 'E' for it."
             )
-    if with_exchange and any(s == "E" and i not in with_exchange for i, s in enumerate(pattern.symbols)):
-        missing = [found[i].fqn for i, s in enumerate(pattern.symbols) if s == "E" and i not in with_exchange]
+    missing = [found[i] for i, symbol in enumerate(pattern.symbols) if symbol == "E" and i not in with_exchange]
+    if with_exchange and missing:
         raise UnsupportedError(
-            f"The pattern {text!r} says 'E' for {', '.join(missing)}, which exchanges no tokens while other layers do. "
-            f"Write '-' for a dense layer."
+            f"The pattern '{pattern}' says 'E' for {', '.join(missing)}, which exchanges no tokens while other layers "
+            f"do. Write '-' for a dense layer."
         )
-    groups = logical_groups(pattern)
-    return tuple(
-        PhysicalLayer(layer.fqn, symbol, group)
-        for layer, symbol, group in zip(found, pattern.symbols, groups, strict=True)
-    )
 
 
-def logical_groups(pattern: Pattern) -> list[int]:
-    """The logical layer of each physical layer: brackets as written; outside them a run up to an `E` is one layer."""
-    in_bracket = {i: number for number, (start, stop) in enumerate(pattern.groups) for i in range(start, stop)}
-    ends: set[int] = set()
-    for start, stop in pattern.groups:
-        ends |= {start - 1, stop - 1}
-    for i, symbol in enumerate(pattern.symbols):
-        if i not in in_bracket and (symbol == "E" or not _run_reaches_moe(pattern.symbols, i, in_bracket)):
-            ends.add(i)
-    groups, current = [], 0
-    for i in range(len(pattern.symbols)):
-        groups.append(current)
-        current += i in ends
-    return groups
-
-
-def _run_reaches_moe(symbols: str, start: int, in_bracket: dict[int, int]) -> bool:
-    for i in range(start, len(symbols)):
-        if i in in_bracket:
-            return False
-        if symbols[i] == "E":
-            return True
-    return False
+def _physical(fqns: list[str], pattern: Pattern | None, exchanges: Sequence[Exchange]) -> tuple[PhysicalLayer, ...]:
+    """The layers with these FQNs, with their symbols and logical layers."""
+    symbols: Sequence[str | None] = [None] * len(fqns) if pattern is None else pattern.symbols
+    with_exchange = {each.layer for each in exchanges}
+    is_moe = [symbol == "E" or i in with_exchange for i, symbol in enumerate(symbols)]
+    groups = logical_layers(is_moe, () if pattern is None else pattern.groups)
+    return tuple(map(PhysicalLayer, fqns, symbols, groups))
 
 
 def _refuse_exchanges_outside(joint: JointGraph, globs: list[str]) -> None:

@@ -30,7 +30,8 @@ from fxoverlap.passes import op_facts
 from fxoverlap.passes.chain import Chain, backward_chain, forward_chain
 from fxoverlap.passes.cut import make_nodes
 from fxoverlap.passes.exchanges import exchanges
-from fxoverlap.passes.layers import layers, logical_groups
+from fxoverlap.passes.layers import layers
+from fxoverlap.passes.logical import logical_layers
 from fxoverlap.passes.partition import partition
 from fxoverlap.pattern import parse
 from fxoverlap.pipeline import JOINT_PASSES, to_chunk
@@ -130,7 +131,7 @@ def synthetic(pattern: str | None, symbols: str = "", labelled: bool = True) -> 
     """A joint graph without ops: layers and exchanges, with a pattern or without."""
     parsed = parse(pattern) if pattern else None
     symbols = parsed.symbols if parsed else symbols
-    groups = logical_groups(parsed) if parsed else [None] * len(symbols)
+    groups = logical_layers([symbol == "E" for symbol in symbols], parsed.groups if parsed else ())
     shown = enumerate(zip(symbols, groups, strict=True))
     physical = [PhysicalLayer(f"layers.{i}", symbol if parsed else None, group) for i, (symbol, group) in shown]
     roles = [(i if labelled else None, role) for i, symbol in enumerate(symbols) if symbol == "E" for role in Role]
@@ -165,6 +166,32 @@ MOE_0, MOE_1, MOE_2 = ([f"L{layer}.{slot}" for slot in MOE] for layer in range(3
 )
 def test_chain_of_a_pattern(pattern: str, expected: list[str]) -> None:
     assert stages(forward_chain(synthetic(pattern))) == ["pre_process", *expected, "post_process"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*-*E", "0000"),
+        ("E*-", "012"),
+        ("*E-EE*", "001123"),
+        ("*-*-*-*E*E*E", "012345667788"),
+        ("**E*E", "00011"),
+        ("***E*E", "012233"),
+        ("***EEE", "012345"),
+        ("*EE", "001"),
+        ("***E", "0000"),
+        ("****E", "01222"),
+        ("****EE", "012334"),
+        ("*E*****E*E", "0012345566"),
+        ("----[*E][*E]", "01234455"),
+        ("[----E][*E]", "0000011"),
+        ("**[*E]", "0122"),
+    ],
+)
+def test_logical_layers(pattern: str, expected: str) -> None:
+    """What leads to a mixture of experts is one with it; a run that is longer than usual is cut at layer edges."""
+    parsed = parse(pattern)
+    assert logical_layers([symbol == "E" for symbol in parsed.symbols], parsed.groups) == [int(c) for c in expected]
 
 
 def test_chain_without_a_pattern() -> None:
