@@ -12,7 +12,8 @@ Rules:
    others cover exchanges of the other microbatch; in one piece they would cover one exchange only.
 4. A layer that leads to no mixture of experts is a logical layer of its own.
 
-Usual is the lower median of the lengths of all runs; with one run there is nothing to compare with, and it is two.
+Usual is the lower median of the lengths of all runs, and at least one; with one run there is nothing to compare with,
+and it is two.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _ranges(is_moe: Sequence[bool], brackets: Sequence[Range]) -> list[Range]:
     opened = dict(brackets)  # start -> end
     runs = _runs(is_moe, opened)
     lengths = [end - start - 1 for start, end in runs if is_moe[end - 1]]
-    usual = statistics.median_low(lengths) if len(lengths) > 1 else 2
+    usual = max(1, statistics.median_low(lengths)) if len(lengths) > 1 else 2
     found: list[Range] = []
     for start, end in runs:
         spare = end - start - 1 - usual
