@@ -142,15 +142,15 @@ plan FB
   B:L2.experts.B
                        > B:L2.dispatch.B
   B:L2.experts.W       | B:L2.dispatch.B
+  F:L1.experts.F       | B:L2.dispatch.B
   B:L2.pre_dispatch.B
-  B:L1.experts.B
-  F:L1.experts.F
   F:L2.pre_dispatch.F
                        > F:L2.counts.F
   B:L2.pre_dispatch.W  | F:L2.counts.F
-  B:L1.experts.W       | F:L2.counts.F
   F:L2.permute.F
                        > F:L2.dispatch.F
+  B:L1.experts.B       | F:L2.dispatch.F
+  B:L1.experts.W       | F:L2.dispatch.F
   F:L2.experts.F
                        > F:L2.combine.F
   B:L0.pre_dispatch.B  | F:L2.combine.F

@@ -18,6 +18,7 @@ from toys import batches, differences, eager_step, toy
 import fxoverlap as fxo
 from fxoverlap.errors import ConfigError, UnsupportedError
 from fxoverlap.ir import ChunkGraph, Lane, NodeCost, Phase, Plan, ScheduleNode, Slot
+from fxoverlap.report.golden import arrivals
 from fxoverlap.schedule import build_plan
 
 CONFIG = fxo.OverlapConfig()
@@ -111,6 +112,19 @@ def test_auto_is_the_default_and_covers_the_combine_of_the_backward(group: dist.
 
 def lane_order(plan: Plan) -> list[str]:
     return [instance.node.name for instance in plan.order]
+
+
+def test_dense_layers_cover_one_exchange_each(group: dist.ProcessGroup) -> None:
+    """Four layers in front of a MoE layer are more than its two exchanges of tokens can use: two go beside each."""
+    both = chunk(group, "****[*E][*E]")
+    plan = build_plan(both, both, CONFIG)
+    check(plan)
+    names = lane_order(plan)
+    beside = {names[start]: names[start + 1 : end] for start, end in arrivals(plan.order).items()}
+    assert "L0.pre_dispatch.F" in beside["L5.combine.B"] and "L1.pre_dispatch.F" in beside["L5.dispatch.B"]
+    assert "L2.pre_dispatch.F" in beside["L4.combine.B"] and "L3.pre_dispatch.F" in beside["L4.dispatch.B"]
+    assert "L3.pre_dispatch.B" in beside["L4.dispatch.F"] and "L2.pre_dispatch.B" in beside["L4.combine.F"]
+    assert "L1.pre_dispatch.B" in beside["L5.dispatch.F"] and "L0.pre_dispatch.B" in beside["L5.combine.F"]
 
 
 @pytest.mark.parametrize("layers", [(1, 1), (3, 3), (4, 2), (2, 4)])

@@ -8,12 +8,15 @@ that it leaves out are flushed at the end. `plan.build_plan` checks the result.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, CostTable, Lane, Phase, ScheduleNode, Slot
 
 Order = list[tuple[ScheduleNode, str]]
+Beside = tuple[tuple[int, ...], tuple[int, ...]]
+"""Layers of the forward, and layers of the backward that run beside them: at most one of both, or two on one side."""
+IsDense = Callable[[int], bool]
 Opening = Callable[["_Issue", "int | None", "int | None", bool], None]
 """Issues the beginning of a pair of layers: (issue, forward layer, backward layer, whether W is computed here)."""
 
@@ -37,7 +40,9 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
     exchanges queue up and the host reads the counts. The comm lane has nothing to do under pre_dispatch.F.
     """
     del costs, config
-    return _interleave(f, b, _counts_then_combine)
+    issue = _Issue(f, b)
+    pairs = zip_longest(*([(layer,) for layer in layers] for layers in issue.layers()), fillvalue=())
+    return _interleave(issue, list(pairs), _counts_then_combine)
 
 
 def auto(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
@@ -46,9 +51,38 @@ def auto(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: O
     So pre_dispatch.F covers combine.B. The counts queue behind combine.B, but the host does not read them before it
     has computed what weight gradients there are; and until combine.B arrives, there is nothing else to compute. It
     costs the comm lane the latency of the counts, where `megatron` costs it all of pre_dispatch.F.
+
+    Of layers without exchanges two may run beside one that has them, one under each of its two token exchanges, where
+    one side has more of them than the other has layers to cover.
     """
     del costs, config
-    return _interleave(f, b, _combine_then_counts)
+    issue = _Issue(f, b)
+    return _interleave(issue, _pairs(issue), _combine_then_counts)
+
+
+def _pairs(issue: _Issue) -> list[Beside]:
+    """Layers of the forward in order, beside those of the backward, last layer first."""
+    forward, backward = issue.layers()
+    dense_f, dense_b = (lambda i: not issue.exchanges(i, None)), (lambda j: not issue.exchanges(None, j))
+    pairs: list[Beside] = []
+    while forward or backward:
+        taken = 1 + _has_one_to_spare(forward, dense_f, backward, dense_b, issue)
+        beside = 1 + _has_one_to_spare(backward, dense_b, forward, dense_f, issue)
+        pairs.append((tuple(forward[:taken]), tuple(backward[:beside])))
+        forward, backward = forward[taken:], backward[beside:]
+    return pairs
+
+
+def _has_one_to_spare(
+    these: list[int], is_dense: IsDense, others: list[int], is_other_dense: IsDense, issue: _Issue
+) -> bool:
+    """Whether these layers begin with more dense ones than the others begin with layers that exchange tokens.
+
+    A dense layer that has a part for each token exchange of the layer beside it needs no second one.
+    """
+    dense = list(takewhile(is_dense, these))
+    to_cover = len(list(takewhile(lambda layer: not is_other_dense(layer), others)))
+    return len(dense) > to_cover > 0 and not any(map(issue.has_two_parts, dense[:2]))
 
 
 def _counts_then_combine(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
@@ -75,32 +109,36 @@ def _combine_then_counts(issue: _Issue, i: int | None, j: int | None, covers: bo
     issue.f(i, Slot.DISPATCH)
 
 
-def _interleave(f: ChunkGraph | None, b: ChunkGraph | None, opening: Opening) -> Order:
-    """Layer i of the forward beside layer N-1-i of the backward, as far as both go.
+def _interleave(issue: _Issue, pairs: list[Beside], opening: Opening) -> Order:
+    """Layers of the forward beside layers of the backward, pair after pair.
 
-    Weight gradients are computed where exchanges are in flight; those of the first layer come last. Where neither
-    layer of a pair exchanges tokens, but a later pair does, they wait for that pair.
+    Weight gradients are computed where exchanges are in flight; those of the first layer come last. Where no layer of
+    a pair exchanges tokens, but one of a later pair does, they wait for that pair.
     """
-    issue = _Issue(f, b)
     issue.f(None, Slot.PRE_PROCESS)
     issue.b(None, Slot.POST_PROCESS)
-    forward_layers = range(f.layers) if f is not None else []
-    backward_layers = reversed(range(b.layers)) if b is not None else []
-    pairs = list(zip_longest(forward_layers, backward_layers))
-    last_cover = max((k for k, pair in enumerate(pairs) if issue.exchanges(*pair)), default=-1)
-    for k, (i, j) in enumerate(pairs):
+    # (first, last) of each side: the same layer, unless there are two.
+    ends = [[(side[0], side[-1]) if side else (None, None) for side in pair] for pair in pairs]
+    last_cover = max((k for k, ((i, _), (j, _)) in enumerate(ends) if issue.exchanges(i, j)), default=-1)
+    for k, ((i, last_i), (j, last_j)) in enumerate(ends):
         covers = issue.exchanges(i, j) or k > last_cover
         opening(issue, i, j, covers)
         issue.f(i, Slot.SHARED)
+        if i != last_i:
+            issue.f(i, Slot.EXPERTS)
         issue.b(j, Slot.EXPERTS)
         issue.b(j, Slot.DISPATCH)
         issue.b(j, Slot.SHARED)
+        if j != last_j:
+            issue.b(j, Slot.PRE_DISPATCH)
         if covers:
             issue.w(j, Slot.EXPERTS)
             issue.w(j, Slot.SHARED)
-        issue.f(i, Slot.EXPERTS)
+        issue.f(last_i, Slot.PRE_DISPATCH)
+        issue.f(last_i, Slot.EXPERTS)
         issue.f(i, Slot.COMBINE)
-        issue.b(j, Slot.PRE_DISPATCH)
+        issue.b(last_j, Slot.EXPERTS)
+        issue.b(last_j, Slot.PRE_DISPATCH)
         issue.f(i, Slot.POST_COMBINE)
     issue.f(None, Slot.POST_PROCESS)
     issue.b(None, Slot.PRE_PROCESS)
@@ -115,6 +153,7 @@ class _Issue:
     """
 
     def __init__(self, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
+        self._depth = tuple(0 if chunk is None else chunk.layers for chunk in (f, b))
         self._left = {"F": _nodes(f, (Phase.F,)), "B": _nodes(b, (Phase.B, Phase.W))}
         self._needs = {"F": _needs(f), "B": _needs(b)}
         self._rank = {key: i for i, key in enumerate(self._left["B"])}
@@ -133,6 +172,15 @@ class _Issue:
     def w(self, layer: int | None, slot: Slot) -> None:
         """Issue a weight-gradient node."""
         self._issue("B", (layer, slot, Phase.W))
+
+    def layers(self) -> tuple[list[int], list[int]]:
+        """The layers of the forward and of the backward, as they run."""
+        return list(range(self._depth[0])), list(reversed(range(self._depth[1])))
+
+    def has_two_parts(self, layer: int) -> bool:
+        """Whether a layer without exchanges has a part for each token exchange of the layer beside it."""
+        parts = {key[:2] for nodes in self._left.values() for key in nodes}
+        return {(layer, Slot.PRE_DISPATCH), (layer, Slot.EXPERTS)} <= parts
 
     def exchanges(self, i: int | None, j: int | None) -> bool:
         """Whether layer i of the forward or layer j of the backward exchanges tokens."""
