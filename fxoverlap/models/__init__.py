@@ -2,7 +2,8 @@
 
 from fxoverlap.models.attention import Attention
 from fxoverlap.models.hybrid import HybridModel
+from fxoverlap.models.mla import LatentAttention
 from fxoverlap.models.mlp import MLP, SwiGLU
 from fxoverlap.models.moe import MoE
 
-__all__ = ["MLP", "Attention", "HybridModel", "MoE", "SwiGLU"]
+__all__ = ["MLP", "Attention", "HybridModel", "LatentAttention", "MoE", "SwiGLU"]
