@@ -73,16 +73,15 @@ class LatentAttention(nn.Module):
             )
         self.heads, self.head_dim, self.rope_dim, self.value_dim = heads, head_dim, rope_dim, value_dim
         self.q_rank, self.kv_rank, self.absorbed, self.dropout = q_rank, kv_rank, absorbed, dropout
-        q_width = heads * (head_dim + rope_dim)
         self.norm = nn.RMSNorm(dim)
-        # One matrix for all that is made of hidden: the query or its latent, the latent of keys and values, rotary key.
-        self.down = nn.Linear(dim, (q_rank or q_width) + kv_rank + rope_dim, bias=False)
+        self.q_down = nn.Linear(dim, q_rank, bias=False) if q_rank else None
         self.q_norm = nn.RMSNorm(q_rank) if q_rank else None
-        self.q_up = nn.Linear(q_rank, q_width, bias=False) if q_rank else None
+        self.q_up = nn.Linear(q_rank or dim, heads * (head_dim + rope_dim), bias=False)
+        self.kv_down = nn.Linear(dim, kv_rank + rope_dim, bias=False)
         self.kv_norm = nn.RMSNorm(kv_rank)
         self.kv_up = nn.Linear(kv_rank, heads * (head_dim + value_dim), bias=False)
         self.out = nn.Linear(heads * value_dim, dim, bias=False)
-        for linear in (self.down, self.q_up, self.kv_up, self.out):
+        for linear in (self.q_down, self.q_up, self.kv_down, self.kv_up, self.out):
             if linear is not None:
                 nn.init.normal_(linear.weight, std=linear.in_features**-0.5, generator=generator)
         cos, sin = rotary_table(max_positions, rope_dim, rope_theta)
@@ -92,14 +91,14 @@ class LatentAttention(nn.Module):
     def forward(self, hidden: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
         batch, positions, _ = hidden.shape
         check_positions("LatentAttention", positions, len(self.cos))
-        q_width = self.down.out_features - self.kv_rank - self.rope_dim
-        made = self.down(self.norm(hidden).flatten(0, 1))
-        q, latent, k_rope = made.split((q_width, self.kv_rank, self.rope_dim), 1)
-        if self.q_up is not None and self.q_norm is not None:
-            q = self.q_up(self.q_norm(q))
+        q = x = self.norm(hidden).flatten(0, 1)
+        if self.q_down is not None and self.q_norm is not None:
+            q = self.q_norm(self.q_down(x))
+        # Not in one matrix with q, which would be kept for as long as the latent is, a view beside it.
+        latent, k_rope = self.kv_down(x).split((self.kv_rank, self.rope_dim), 1)
         cos, sin = self.cos[:positions], self.sin[:positions]
         # Heads before batch, as the absorbed form's products take it; attention gets a transposition.
-        q = q.view(batch, positions, self.heads, -1).permute(2, 0, 1, 3)
+        q = self.q_up(q).view(batch, positions, self.heads, -1).permute(2, 0, 1, 3)
         q, q_rope = q.split((self.head_dim, self.rope_dim), -1)
         q_rope, k_rope = rotate(q_rope, cos, sin), rotate(k_rope.view(batch, 1, positions, -1), cos, sin)
         attend = self._absorbed if self.absorbed else self._explicit
