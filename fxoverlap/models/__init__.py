@@ -5,5 +5,6 @@ from fxoverlap.models.hybrid import HybridModel
 from fxoverlap.models.mla import LatentAttention
 from fxoverlap.models.mlp import MLP, SwiGLU
 from fxoverlap.models.moe import MoE
+from fxoverlap.models.short_conv import ShortConv
 
-__all__ = ["MLP", "Attention", "HybridModel", "LatentAttention", "MoE", "SwiGLU"]
+__all__ = ["MLP", "Attention", "HybridModel", "LatentAttention", "MoE", "ShortConv", "SwiGLU"]
