@@ -2,9 +2,10 @@
 
 from fxoverlap.models.attention import Attention
 from fxoverlap.models.hybrid import HybridModel
+from fxoverlap.models.mamba import Mamba2
 from fxoverlap.models.mla import LatentAttention
 from fxoverlap.models.mlp import MLP, SwiGLU
 from fxoverlap.models.moe import MoE
 from fxoverlap.models.short_conv import ShortConv
 
-__all__ = ["MLP", "Attention", "HybridModel", "LatentAttention", "MoE", "ShortConv", "SwiGLU"]
+__all__ = ["MLP", "Attention", "HybridModel", "LatentAttention", "Mamba2", "MoE", "ShortConv", "SwiGLU"]
