@@ -1,6 +1,7 @@
 """The reference hybrid model and its layers."""
 
 from fxoverlap.models.attention import Attention
+from fxoverlap.models.delta import GatedDeltaNet
 from fxoverlap.models.hybrid import HybridModel
 from fxoverlap.models.mamba import Mamba2
 from fxoverlap.models.mla import LatentAttention
@@ -8,4 +9,14 @@ from fxoverlap.models.mlp import MLP, SwiGLU
 from fxoverlap.models.moe import MoE
 from fxoverlap.models.short_conv import ShortConv
 
-__all__ = ["MLP", "Attention", "HybridModel", "LatentAttention", "Mamba2", "MoE", "ShortConv", "SwiGLU"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "GatedDeltaNet",
+    "HybridModel",
+    "LatentAttention",
+    "Mamba2",
+    "MoE",
+    "ShortConv",
+    "SwiGLU",
+]
