@@ -18,7 +18,7 @@ from fxoverlap import demo
 from fxoverlap.benchmarks import overhead, transform, two_hosts
 from fxoverlap.benchmarks.workload import Settings
 from fxoverlap.launch import one_rank_group
-from fxoverlap.pattern import parse
+from fxoverlap.pattern import SYMBOLS, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +84,8 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], dict[str,
 
 
 def _add_pattern(parser: argparse.ArgumentParser, default: str) -> None:
-    about = "layers of the model: * attention, - MLP, E experts; brackets group what is scheduled as one"
+    symbols = ", ".join(f"{symbol} {name}" for symbol, name in SYMBOLS.items())
+    about = f"layers of the model: {symbols}; brackets group what is scheduled as one"
     parser.add_argument("--pattern", type=_pattern, default=default, help=about)
 
 

@@ -1,7 +1,8 @@
 """The hybrid layer pattern language: one symbol a physical layer, brackets around the layers of one logical layer.
 
     pattern = (symbol | "[" symbol+ "]")+
-    symbol  = "*" attention | "-" dense MLP | "E" mixture of experts
+    symbol  = "*" attention | "+" latent attention | "M" Mamba-2 | "G" gated delta net | "-" dense MLP
+            | "E" mixture of experts
 
 `E` ends a group: a logical layer has at most one dispatch and one combine. Layers outside brackets are in no group;
 where they are cut is found in the graph.
@@ -10,7 +11,14 @@ where they are cut is found in the graph.
 from dataclasses import dataclass
 from typing import NoReturn
 
-SYMBOLS = {"*": "attention", "-": "dense MLP", "E": "mixture of experts"}
+SYMBOLS = {
+    "*": "attention",
+    "+": "latent attention",
+    "M": "Mamba-2",
+    "G": "gated delta net",
+    "-": "dense MLP",
+    "E": "mixture of experts",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The reference hybrid model of tests, demo and benchmarks: a causal language model, one layer a pattern symbol."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from fxoverlap import pattern as layer_pattern
 from fxoverlap.models.attention import Attention
+from fxoverlap.models.delta import GatedDeltaNet
+from fxoverlap.models.mamba import Mamba2
+from fxoverlap.models.mla import LatentAttention
 from fxoverlap.models.mlp import MLP
 from fxoverlap.models.moe import MoE
 
@@ -17,11 +20,19 @@ from fxoverlap.models.moe import MoE
 class HybridModel(nn.Module):
     """tokens int64 [batch, positions], targets int64 [batch, positions] -> loss fp32 [] (fp64 in fp64).
 
-    The loss is the mean cross entropy plus the auxiliary losses of the MoE layers. `layers` holds one module for each
-    symbol of the pattern: `*` attention, `-` SwiGLU, `E` mixture of experts; brackets do not change the model.
+    The loss is the mean cross entropy plus the auxiliary losses of the MoE layers; targets of -100 do not count.
+    `layers` holds one module for each symbol of the pattern: `*` attention, `+` latent attention, `M` Mamba-2, `G`
+    gated delta net, `-` SwiGLU, `E` mixture of experts; brackets do not change the model.
+
+    Several sequences may be packed: `cu_seqlens`, int [sequences + 1], 0 first and batch * positions last, says where
+    each begins in the tokens, row after row. Nothing passes from one sequence, or row, to another, but for the
+    experts' load and the losses. Boundaries that are equal are sequences of no tokens: with them the number of
+    boundaries can be the same for all microbatches, which then need one capture.
 
     Args:
         pattern: layer pattern, see `fxoverlap.pattern`.
+        heads: of attention, latent attention and the delta net; kv_heads: of attention.
+        mla, mamba, delta: further arguments of `LatentAttention`, `Mamba2`, `GatedDeltaNet`, by name.
         ffn_dim: width of the dense SwiGLU layers; None: 4 * `dim`.
         num_experts, expert_dim, top_k, router, aux_loss, z_loss, selection_bias, shared_dim: see `MoE`.
         dropout: probability, on the output of every layer before its residual.
@@ -43,6 +54,9 @@ class HybridModel(nn.Module):
         vocab_size: int = 1024,
         heads: int = 4,
         kv_heads: int = 2,
+        mla: Mapping[str, Any] | None = None,
+        mamba: Mapping[str, Any] | None = None,
+        delta: Mapping[str, Any] | None = None,
         ffn_dim: int | None = None,
         num_experts: int = 16,
         expert_dim: int = 128,
@@ -62,20 +76,15 @@ class HybridModel(nn.Module):
         super().__init__()
         self.pattern = layer_pattern.parse(pattern)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
+        common: dict[str, Any] = {"dropout": dropout, "generator": generator}
+        rotary: dict[str, Any] = {"rope_theta": rope_theta, "max_positions": max_positions}
         layer: dict[str, Callable[[], nn.Module]] = {
-            "*": partial(
-                Attention,
-                dim,
-                heads,
-                kv_heads,
-                dropout=dropout,
-                rope_theta=rope_theta,
-                max_positions=max_positions,
-                generator=generator,
-            ),
-            "-": partial(MLP, dim, ffn_dim or 4 * dim, dropout=dropout, generator=generator),
-            "E": partial(
-                MoE,
+            "*": lambda: Attention(dim, heads, kv_heads, **rotary, **common),
+            "+": lambda: LatentAttention(dim, heads, **rotary, **common, **(mla or {})),
+            "M": lambda: Mamba2(dim, **common, **(mamba or {})),
+            "G": lambda: GatedDeltaNet(dim, heads, **common, **(delta or {})),
+            "-": lambda: MLP(dim, ffn_dim or 4 * dim, **common),
+            "E": lambda: MoE(
                 dim,
                 num_experts,
                 expert_dim,
@@ -85,9 +94,8 @@ class HybridModel(nn.Module):
                 z_loss=z_loss,
                 selection_bias=selection_bias,
                 shared_dim=shared_dim,
-                dropout=dropout,
                 group=group,
-                generator=generator,
+                **common,
             ),
         }
         self.embed = nn.Embedding(vocab_size, dim)
@@ -100,16 +108,25 @@ class HybridModel(nn.Module):
         else:
             nn.init.normal_(self.head.weight, std=dim**-0.5, generator=generator)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         hidden = self.embed(tokens)
+        ids = None if cu_seqlens is None else sequence_ids(cu_seqlens, tokens)
         auxiliary = []
         for layer in self.layers:
             if isinstance(layer, MoE):
                 hidden, aux = layer(hidden)
                 auxiliary.append(aux)
-            else:
+            elif isinstance(layer, MLP):
                 hidden = layer(hidden)
+            else:
+                hidden = layer(hidden, ids)
         logits = self.head(self.norm(hidden).flatten(0, -2))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, targets.flatten())
         return sum((aux for aux in auxiliary if aux is not None), loss)
+
+
+def sequence_ids(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+    """The number of the sequence that each token [batch, positions] is in, from 0: int64, of the same shape."""
+    positions = torch.arange(tokens.numel(), device=tokens.device)
+    return torch.searchsorted(cu_seqlens[1:], positions, right=True).view(tokens.shape)

@@ -1,0 +1,90 @@
+"""Mixtures of layers: any order of symbols gives eager's bits on two ranks, and every weight gradient can be moved.
+
+Two ranks with other tokens, 3 microbatches a step, two steps of AdamW: each kind of layer alone before a mixture of
+experts, and random patterns of 4 to 8 layers, each in fp32 and bf16. `-m slow` runs 200 more.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hybrid_patterns import gradient_phases, hybrid, outcomes, random_pattern
+from toys import batches, train_both
+
+import fxoverlap as fxo
+from fxoverlap.ir import Phase
+from fxoverlap.launch import launch
+from fxoverlap.pattern import SYMBOLS
+
+MIXERS = [symbol for symbol in SYMBOLS if symbol != "E"]
+ALONE = [f"{symbol}E" for symbol in MIXERS]
+RANDOM = [random_pattern(seed) for seed in range(20)]
+MORE = [random_pattern(seed) for seed in range(20, 220)]
+DTYPES = (torch.float32, torch.bfloat16)
+CASES = [(pattern, dtype) for pattern in (*ALONE, *RANDOM) for dtype in DTYPES]
+MORE_CASES = [(pattern, DTYPES[i % 2]) for i, pattern in enumerate(MORE)]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[list[str]]]:
+    return launch(outcomes, 2, CASES, timeout_s=600)
+
+
+@pytest.fixture(scope="module")
+def found_more() -> list[list[list[str]]]:
+    return launch(outcomes, 2, MORE_CASES, timeout_s=3600)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{p}-{d}" for p, d in CASES])
+def test_pattern(number: int, found: list[list[list[str]]]) -> None:
+    assert [each[number] for each in found] == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(MORE_CASES)), ids=[f"{i}-{p}-{d}" for i, (p, d) in enumerate(MORE_CASES)])
+def test_more_patterns(number: int, found_more: list[list[list[str]]]) -> None:
+    assert [each[number] for each in found_more] == [[], []]
+
+
+def test_random_patterns_hold_every_order() -> None:
+    """A mixture of experts first, last, twice in a row; each kind of layer before and behind one; brackets and none."""
+    plain = [pattern.replace("[", "").replace("]", "") for pattern in RANDOM]
+    assert any(pattern.startswith("E") for pattern in plain) and any(pattern.endswith("E") for pattern in plain)
+    assert any("EE" in pattern for pattern in plain)
+    for symbol in MIXERS:
+        assert any(f"{symbol}E" in pattern for pattern in plain) and any(f"E{symbol}" in pattern for pattern in plain)
+    assert 4 == min(map(len, plain)) and 8 == max(map(len, plain))
+    assert {"[" in pattern for pattern in RANDOM} == {True, False}
+
+
+@pytest.mark.parametrize("symbol", MIXERS)
+def test_every_weight_gradient_of_a_layer_is_w(symbol: str, group: dist.ProcessGroup) -> None:
+    """Convolution, A_log, dt_bias, norms, gates: nothing upstream waits for any of them."""
+    model = hybrid(f"{symbol}E", group)
+    phases = gradient_phases(fxo.transform(model, example_inputs=batches(1)[0]))
+    own = {name for name, _ in model.named_parameters() if name.startswith("layers.0.")}
+    assert {name: phases[name] for name in own} == dict.fromkeys(own, Phase.W)
+
+
+def test_packed_sequences(group: dist.ProcessGroup) -> None:
+    """Boundaries at other places in each microbatch and step are one capture."""
+
+    def make(step: int) -> list[tuple]:
+        cuts = [torch.tensor([0, 3 + i % 2, 3 + step, 8]) for i in range(3)]
+        return [(*each, cut) for each, cut in zip(batches(3, seed=step), cuts, strict=True)]
+
+    overlapped = fxo.transform(hybrid("[M*E][+GE]", group), fxo.OverlapConfig("[M*E][+GE]"))
+    assert train_both(overlapped, make) == []
+    assert overlapped.report().variants == 1
+
+
+def test_packed_sequences_are_separate() -> None:
+    """The loss of packed sequences is the mean of their own losses, by length; experts have no auxiliary loss here."""
+    model = hybrid("M*G+E", None, torch.float64)
+    model.layers[-1].aux_loss = 0.0
+    ((tokens, targets),) = batches(1, tokens=9)
+    packed = model(tokens, targets, torch.tensor([0, 4, 4, 9]))
+    parts = [model(tokens[:, a:b], targets[:, a:b]) * (b - a) / 9 for a, b in ((0, 4), (4, 9))]
+    # Positions run on in a packed row, and the rotary tables are fp32: differences of angles are right to 1e-7.
+    torch.testing.assert_close(packed, sum(parts), rtol=1e-7, atol=0.0)
