@@ -71,8 +71,10 @@ def causal_attention(
     q, k, v are [batch, heads, positions, width]; k and v may have fewer heads, of which each serves as many of q's.
     `sequence_ids` int64 [batch, positions], or None: each row is one sequence. `scale` multiplies the scores, None:
     width ** -0.5. On CPU the fused kernel runs only if q, k and v are of one width.
+
+    With `sequence_ids` a mask [batch, 1, positions, positions] of q's dtype is made, and kept for the backward.
     """
-    # Where there is a mask, the kernel wants the causal one in it. Sequences of one row share it among heads.
+    # A mask takes the place of `is_causal`, so it is causal itself.
     mask = None if sequence_ids is None else (sequence_ids[:, None, :, None] == sequence_ids[:, None, None]).tril()
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)

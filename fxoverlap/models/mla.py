@@ -124,7 +124,8 @@ class LatentAttention(nn.Module):
         # A fused kernel takes one width. Zeros behind a query and key add nothing to their score, those behind a value
         # are cut off.
         width = max(q.shape[-1], self.value_dim)
-        out = causal_attention(*(_widen(x, width) for x in (q, k, v)), sequence_ids, self._scale)
+        q, k, v = (_widen(x, width) for x in (q, k, v))
+        out = causal_attention(q, k, v, sequence_ids, self._scale)
         return out[..., : self.value_dim].transpose(1, 2).reshape(batch * positions, -1)
 
     def _absorbed(
