@@ -146,9 +146,9 @@ plan FB
   B:L2.pre_dispatch.B
   F:L2.pre_dispatch.F
                        > F:L2.counts.F
-  B:L2.pre_dispatch.W  | F:L2.counts.F
   F:L2.permute.F
                        > F:L2.dispatch.F
+  B:L2.pre_dispatch.W  | F:L2.dispatch.F
   B:L1.experts.B       | F:L2.dispatch.F
   B:L1.experts.W       | F:L2.dispatch.F
   F:L2.experts.F

@@ -98,15 +98,17 @@ def _counts_then_combine(issue: _Issue, i: int | None, j: int | None, covers: bo
 
 
 def _combine_then_counts(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
-    """The opening of a pair in `auto`."""
+    """The opening of a pair in `auto`: weight gradients cover combine.B, or dispatch.F where there is none."""
     issue.b(j, Slot.POST_COMBINE)
     issue.b(j, Slot.COMBINE)
     issue.f(i, Slot.PRE_DISPATCH)
     issue.f(i, Slot.COUNTS)
-    if covers:
+    if covers and issue.exchanges(None, j):
         issue.w_before(j)
     issue.f(i, Slot.PERMUTE)
     issue.f(i, Slot.DISPATCH)
+    if covers:
+        issue.w_before(j)
 
 
 def _interleave(issue: _Issue, pairs: list[Beside], opening: Opening) -> Order:
