@@ -33,7 +33,7 @@ def run(widths: Sequence[int], settings: Settings) -> dict[str, Any]:
 def _measure(settings: Settings) -> dict[str, Any]:
     model = settings.model(None)
     batches = settings.batches(0)
-    overlapped = fxo.transform(model, fxo.OverlapConfig(), example_inputs=batches[0])
+    overlapped = fxo.transform(model, fxo.OverlapConfig(settings.pattern), example_inputs=batches[0])
     equal = same(
         outcome(model, lambda: eager_step(model, batches)),
         outcome(model, lambda: overlapped.step(batches, outputs=False).losses),

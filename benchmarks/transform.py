@@ -21,7 +21,7 @@ def run(layers: int) -> dict[str, Any]:
     with one_rank_group() as group:
         model = settings.model(group)
         began = time.perf_counter()
-        overlapped = fxo.transform(model, fxo.OverlapConfig(), example_inputs=example)
+        overlapped = fxo.transform(model, fxo.OverlapConfig(settings.pattern), example_inputs=example)
         seconds = time.perf_counter() - began
         nodes = len(overlapped.report().nodes)
     return {

@@ -65,8 +65,10 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
     assert group is not None
     model = settings.model(group)
     batches = settings.batches(rank)
-    sequential = fxo.transform(model, fxo.OverlapConfig(schedule="sequential"), example_inputs=batches[0])
-    fused = fxo.transform(model, fxo.OverlapConfig(), example_inputs=batches[0])
+    sequential = fxo.transform(
+        model, fxo.OverlapConfig(settings.pattern, schedule="sequential"), example_inputs=batches[0]
+    )
+    fused = fxo.transform(model, fxo.OverlapConfig(settings.pattern), example_inputs=batches[0])
     exchanges = recorded(lambda: eager_step(model, batches), group)
 
     def compute() -> None:

@@ -120,7 +120,7 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
 def _explain(options: argparse.Namespace) -> dict[str, Any]:
     each = [Settings(pattern=options.pattern, microbatches=1, tokens=tokens, dim=64) for tokens in options.tokens]
     with one_rank_group() as group:
-        config = fxo.OverlapConfig(schedule=options.schedule, delay_wgrad=not options.no_delay_wgrad)
+        config = fxo.OverlapConfig(options.pattern, schedule=options.schedule, delay_wgrad=not options.no_delay_wgrad)
         overlapped = fxo.transform(each[0].model(group), config)
         overlapped.step([batch for settings in each for batch in settings.batches(0)])
         golden, report = overlapped.golden(), overlapped.report()

@@ -64,7 +64,7 @@ def _train(rank: int, settings: Settings) -> dict[str, Any]:
     scale = 1 / (settings.microbatches * settings.ranks)
     examples = _batches(text, settings, rank, step=0)
     began = time.perf_counter()
-    overlapped = fxo.transform(twin, fxo.OverlapConfig(grad_scale=scale), example_inputs=examples[0])
+    overlapped = fxo.transform(twin, fxo.OverlapConfig(settings.pattern, grad_scale=scale), example_inputs=examples[0])
     line = _Lines(rank, settings.steps)
     line.say(
         f"{settings.pattern} on {len(text):,} bytes of Python: {settings.ranks} ranks of "

@@ -54,7 +54,7 @@ def test_random_patterns_hold_every_order() -> None:
     assert any("EE" in pattern for pattern in plain)
     for symbol in MIXERS:
         assert any(f"{symbol}E" in pattern for pattern in plain) and any(f"E{symbol}" in pattern for pattern in plain)
-    assert 4 == min(map(len, plain)) and 8 == max(map(len, plain))
+    assert (min(map(len, plain)), max(map(len, plain))) == (4, 8)
     assert {"[" in pattern for pattern in RANDOM} == {True, False}
 
 
