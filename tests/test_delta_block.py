@@ -15,6 +15,7 @@ from toys import batches, train_both
 
 import fxoverlap as fxo
 from fxoverlap import compat
+from fxoverlap.ir import InputKind, Phase
 from fxoverlap.models import GatedDeltaNet, MoE
 from fxoverlap.models.delta import _before
 
@@ -326,8 +327,13 @@ def test_b26_every_parameter_gets_its_gradient(group: dist.ProcessGroup, dtype: 
         more = [(ids_of([lengths]),) if packed else () for lengths in ((6, 7), (1, 12), (4, 4, 5))]
         return [(*batch, *ids) for batch, ids in zip(batches(3, tokens=13, seed=step), more, strict=True)]
 
-    overlapped = fxo.transform(model, fxo.OverlapConfig())
+    overlapped = fxo.transform(model)
     assert train_both(overlapped, make) == []
     overlapped.step(make(0))
     assert not [name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()]
-    assert sum(row["ops"] for row in overlapped.report().nodes if row["name"].endswith(".W"))
+    chunk = overlapped.plan("B").backward
+    made_by = {value: node for node in chunk.nodes for value in node.writes}
+    names = {each.value: each.name for each in chunk.joint.inputs if each.kind is InputKind.PARAM}
+    phases = {names[target]: made_by[value].phase for value, target in chunk.joint.gradients if target in names}
+    of_deltas = {name: phase for name, phase in phases.items() if name.startswith(("layers.0.", "layers.2."))}
+    assert of_deltas == {f"layers.{i}.{name}": Phase.W for i in (0, 2) for name, _ in layers[i].named_parameters()}

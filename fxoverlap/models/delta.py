@@ -94,7 +94,7 @@ class GatedDeltaNet(nn.Module):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             qk, v = qkv.to(dtype).split((2 * self.keys, self.values), -1)
-            qk = _Normalize.apply(qk.view(batch, -1, size, 2, self.key_heads, 1, self.key_dim), 1)
+            qk = _Normalize.apply(qk.view(batch, -1, size, 2, self.key_heads, 1, self.key_dim), False)
             qk = qk.expand(-1, -1, -1, -1, -1, self.heads // self.key_heads, -1).permute(3, 0, 4, 5, 1, 2, 6)
             q, k = qk.reshape(2, -1, size, self.key_dim).unbind()
             beta = b.to(dtype).sigmoid()
@@ -102,7 +102,7 @@ class GatedDeltaNet(nn.Module):
             v, beta, g = (self._by_chunk(x, size) for x in (v, beta, g))
             same = None if sequence_ids is None else self._same_sequence(sequence_ids, size)
             o = _DeltaRule.apply(q, k, v, beta, g, same, (positions + missing) // size)
-            o = _Normalize.apply(o, o.shape[2]).view(batch, self.heads, positions + missing, -1).transpose(1, 2)
+            o = _Normalize.apply(o, True).view(batch, self.heads, positions + missing, -1).transpose(1, 2)
             o = o * self.out_norm * F.silu(gate.to(dtype)).view_as(o)
             o = o.to(gate.dtype)
         if missing:
@@ -242,19 +242,18 @@ def _before(step: Tensor, add: Tensor, count: int, reverse: bool = False) -> Ten
 
 
 class _Normalize(torch.autograd.Function):
-    """Rows x [..., W] divided by the root of (their sum of squares / `squares` + 1e-6): [..., W].
+    """Rows x [..., W], divided by the root of their sum, or with `rms` their mean, of squares + 1e-6: [..., W].
 
-    With `squares` 1 they have norm one, with W it is RMSNorm. Rows of zeros stay zero and have finite gradients.
+    Rows of zeros stay zero and have finite gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, squares: int) -> Tensor:
-        scale = (x.square().sum(-1, keepdim=True) + 1e-6 * squares).rsqrt()
-        if squares != 1:
-            scale = scale * squares**0.5
+    def forward(ctx: Any, x: Tensor, rms: bool) -> Tensor:
+        squares = x.square()
+        scale = ((squares.mean(-1, keepdim=True) if rms else squares.sum(-1, keepdim=True)) + 1e-6).rsqrt()
         out = x * scale
         ctx.save_for_backward(out, scale)
-        ctx.squares = squares
+        ctx.width = x.shape[-1] if rms else 1
         return out
 
     @staticmethod
@@ -262,4 +261,4 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out, scale = ctx.saved_tensors
         along = (out * grad).sum(-1, keepdim=True)
-        return torch.addcmul(grad, out, along, value=-1 / ctx.squares) * scale, None
+        return torch.addcmul(grad, out, along, value=-1 / ctx.width) * scale, None
