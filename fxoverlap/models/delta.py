@@ -122,9 +122,7 @@ class GatedDeltaNet(nn.Module):
 
         ids [B, T] -> bool [B * heads * T / size, size, 1 + size].
         """
-        near = F.pad(ids, (1, 0)).unfold(
-            1, size + 1, size
-        )  # what comes before the first chunk is zero, of any sequence
+        near = F.pad(ids, (1, 0)).unfold(1, size + 1, size)  # the state before the first chunk is zero, whosever it is
         same = near[..., 1:, None] == near[..., None, :]
         return same.unsqueeze(1).expand(-1, self.heads, -1, -1, -1).flatten(0, 2)
 
