@@ -143,8 +143,8 @@ class _DeltaRule(torch.autograd.Function):
 
     As u = x - w S with (I + L) [w, x] = [beta e k, beta v], the next S is an affine function of S; `_before` has all.
 
-    The gradient is written by hand. It follows from these three equations, in which w is not, so that its solve is as
-    wide as v, not as k and v, and it has half the operators of the derivative of what is computed.
+    The gradient is written by hand. It follows from these three equations, in which w is not: its solve is as wide as
+    v, not as k and v, and it has 40 operators fewer than the derivative of what the forward computes, of some 110.
     """
 
     @staticmethod
