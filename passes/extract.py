@@ -20,6 +20,11 @@ from torch import fx, nn
 from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, ScheduleNode
+from fxoverlap.passes.op_facts import aten
+
+# The traced layout of some results, such as the gradient of softplus, is not the one that they have. Eager then copies
+# where the trace has a view; a reshape does as eager does.
+RUNS_AS = {aten.view.default: aten.reshape.default}
 
 
 def extract(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
@@ -90,5 +95,6 @@ def _module(node: ScheduleNode, by_name: dict[str, fx.Node]) -> fx.GraphModule:
         env[value].meta = {"val": by_name[value].meta.get("val")}
     for op in node.ops:
         env[op] = graph.node_copy(by_name[op], lambda source: env[source.name])
+        env[op].target = RUNS_AS.get(env[op].target, env[op].target)
     graph.output(tuple(env[value] for value in node.writes))
     return fx.GraphModule(nn.Module(), graph)

@@ -64,6 +64,36 @@ def test_layout(name: str) -> None:
     assert train_both(CASES[name](), inputs) == []
 
 
+def viewed(activation: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A function whose gradient comes in permuted, and leaves through a view."""
+
+    def function(inner: nn.Module, x: Tensor) -> Tensor:
+        weights = torch.arange(float(x.numel())).view(4, 16, 5)
+        return inner(activation(x.view(4, 5, 16)).transpose(1, 2).contiguous() * weights)
+
+    return function
+
+
+VIEWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "softplus": F.softplus,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "elu": F.elu,
+    "hardtanh": F.hardtanh,
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "log softmax": lambda x: F.log_softmax(x, -1),
+    "layer norm": lambda x: F.layer_norm(x, (16,)),
+    "smooth l1 loss": lambda x: F.smooth_l1_loss(x, x.detach() + 1, reduction="none"),
+    "binary cross entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid(), reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_view_of_a_gradient_that_lies_otherwise_than_traced(name: str) -> None:
+    model = Net(nn.Identity(), viewed(VIEWED[name]))
+    assert train_both(model, lambda step: [(x.flatten(0, 1),) for (x,) in inputs(step)]) == []
+
+
 RECURRENT = {
     "lstm": (lambda: nn.LSTM(16, 16, batch_first=True), lambda inner, x: inner(x)[0]),
     "lstm cell": (lambda: nn.LSTMCell(16, 16), lambda inner, x: inner(x.flatten(0, -2))[0]),

@@ -116,10 +116,8 @@ class HybridModel(nn.Module):
             if isinstance(layer, MoE):
                 hidden, aux = layer(hidden)
                 auxiliary.append(aux)
-            elif isinstance(layer, MLP):
-                hidden = layer(hidden)
             else:
-                hidden = layer(hidden, ids)
+                hidden = layer(hidden) if ids is None or isinstance(layer, MLP) else layer(hidden, ids)
         logits = self.head(self.norm(hidden).flatten(0, -2))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, targets.flatten())
