@@ -145,8 +145,8 @@ def test_extreme_decays(case: str, packed: bool) -> None:
 
 
 def test_long_sequence_in_fp32() -> None:
-    # Logarithms of decays add up to 300 in a chunk, where half a unit of the last digit is 1.5e-5. The gradient of A_log
-    # is a small difference of large sums.
+    # Logarithms of decays add up to 300 in a chunk, where half a unit of the last digit is 1.5e-5. The gradient of
+    # A_log is a small difference of large sums.
     m, hidden = layer(chunk=64), inputs(1, 1500, 8, dtype=torch.float32)
     m.dt_bias.data.fill_(-1.0)
     low = dict(with_gradients(m, hidden, m))

@@ -34,7 +34,7 @@ class Mamba2(nn.Module):
         chunk: most positions of a chunk.
 
     Raises:
-        ValueError: `head_dim` does not divide expand * dim, `groups` not the number of heads, or a size is not positive.
+        ValueError: `head_dim` does not divide expand * dim, or `groups` the number of heads, or a size is below 1.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Mamba2(nn.Module):
         z, xbc, dt = self.zxbcdt(x.flatten(0, 1)).split(self.sizes, 1)
         xbc = self.conv(xbc.view(batch, chunks * size, -1), ids)
         if ids is not None:
-            ids = ids.view(batch, chunks, size)
-        y = self._scan(xbc.view(batch, chunks, size, -1), dt.view(batch, chunks, size, -1), ids)
+            ids = ids.view(batch, 1, 1, chunks, size, 1)
+        y = self._scan(xbc, dt, ids, chunks)
         y = _GatedNorm.apply(y, F.silu(z), self.groups)
         # The norm's weight goes into the matrix, which has fewer elements than y.
         out = F.linear(y, self.out.weight * self.gated_norm.weight).view(batch, -1, dim)
@@ -100,62 +100,62 @@ class Mamba2(nn.Module):
             out = F.dropout(out, self.dropout, self.training)
         return hidden + out
 
-    def _scan(self, xbc: Tensor, dt: Tensor, ids: Tensor | None) -> Tensor:
-        """Chunks [batch, chunks, size, ...] of x, B and C, of raw dt, and of ids -> y [batch, positions, heads, head_dim].
+    def _scan(self, xbc: Tensor, dt: Tensor, ids: Tensor | None, chunks: int) -> Tensor:
+        """x, B and C [batch, positions, channels], raw dt [batch * positions, heads] -> y [batch, positions, heads, p].
 
-        All tensors are [batch, groups, heads of a group, chunks, size, ...] or their products' [all chunks, ...].
+        All else is [batch, groups, heads of a group, chunks, positions of a chunk, ...], as `ids` are, or for products,
+        [these but the last two, ...].
         """
-        batch, chunks, size, _ = xbc.shape
+        batch, positions, _ = xbc.shape
+        size = positions // chunks
         g, h, n, p = self.groups, self.heads // self.groups, self.state_dim, self.head_dim
         dtype, wide = xbc.dtype, torch.promote_types(xbc.dtype, torch.float32)
         x, b, c = xbc.split((g * h * p, g * n, g * n), -1)
-        x = x.view(batch, chunks, size, g * h, p).permute(0, 3, 1, 2, 4).reshape(-1, size, p)
-        b, c = (each.view(batch, chunks, size, g, n).permute(0, 3, 1, 2, 4) for each in (b, c))
+        x = x.view(batch, positions, g * h, p).transpose(1, 2).reshape(-1, size, p)
+        b, c = (each.view(batch, chunks, size, g, 1, n).permute(0, 3, 4, 1, 2, 5) for each in (b, c))
         scores = torch.bmm(c.reshape(-1, size, n), b.reshape(-1, size, n).mT).view(batch, g, 1, chunks, size, size)
-        b, c = b.unsqueeze(2), c.unsqueeze(2)
 
-        # Contiguous, as gradients of it are: a trace has softplus's gradient in the layout of its input, where they differ.
-        dt = (dt.to(wide) + self.dt_bias.to(wide)).permute(0, 3, 1, 2).contiguous().view(batch, g, h, chunks, size)
+        # Contiguous, as its gradient is: a trace has softplus's gradient in the layout of the input, where they differ.
+        dt = (dt.to(wide) + self.dt_bias.to(wide)).view(batch, chunks, size, g, h, 1).permute(0, 3, 4, 1, 2, 5)
         # The least number keeps the logarithm finite where softplus is 0.
-        dt = F.softplus(dt) + torch.finfo(wide).tiny
-        log = (dt * -self.A_log.to(wide).exp().view(g, h, 1, 1)).cumsum(-1)
-        # exp(log[i] - source[j]) is how much of x_j is in the state at i, and the first position's log what is left at
-        # i of the state before the chunk.
+        dt = F.softplus(dt.contiguous()) + torch.finfo(wide).tiny
+        log = (dt * -self.A_log.to(wide).exp().view(g, h, 1, 1, 1)).cumsum(-2)
+        # exp(log[i] - source[j]) is how much of x[j] is in the state at i, exp(log[i]) how much of the chunk's first state.
         source = log - dt.log()
-        last = log[..., -1:]
-        total = last.squeeze(-1).cumsum(-1)
+        last = log[..., -1:, :]
+        total = last.cumsum(-3).squeeze(-1)
+        into, out_of = log.exp(), (last - source).exp()
 
         future = torch.full((size, size), -torch.inf, dtype=wide, device=x.device).triu(1)
         later = torch.full((chunks, chunks), -torch.inf, dtype=wide, device=x.device).triu()
-        into, out_of = log.exp(), (last - source).exp()
         if ids is not None:
-            ids = ids[:, None, None]
-            first_id, last_id = ids[..., :1], ids[..., -1:]
-            future = future.masked_fill(ids.unsqueeze(-1) != ids.unsqueeze(-2), -torch.inf)
-            later = later.masked_fill(first_id != last_id.mT, -torch.inf)
+            first_id, last_id = ids[..., :1, :], ids[..., -1:, :]
+            future = future.masked_fill(ids != ids.mT, -torch.inf)
+            later = later.masked_fill(first_id.squeeze(-1) != last_id.squeeze(-1).mT, -torch.inf)
             into, out_of = into * (ids == first_id), out_of * (ids == last_id)
 
         mix = _Mix.apply(scores, log, source, self.D.to(wide).view(g, h, 1, 1, 1), future).view(-1, size, size)
-        carry = (F.pad(total, (1, -1)).unsqueeze(-1) - total.unsqueeze(-2) + later).exp().to(dtype)
-        b = (out_of.unsqueeze(-1) * b).to(dtype).view(-1, size, n)
-        c = (into.unsqueeze(-1) * c).to(dtype).view(-1, size, n)
+        carry = (F.pad(total, (0, 0, 1, -1)) - total.mT + later).exp().to(dtype).view(-1, chunks, chunks)
+        # The decays come first, for the product to have their layout.
+        b = (out_of * b).to(dtype).view(-1, size, n)
+        c = (into * c).to(dtype).view(-1, size, n)
         states = torch.bmm(b.mT, x).view(-1, chunks, n * p)
-        states = torch.bmm(carry.view(-1, chunks, chunks), states).view(-1, n, p)
+        states = torch.bmm(carry, states).view(-1, n, p)
         y = torch.baddbmm(torch.bmm(mix, x), c, states)
-        return y.view(batch, g * h, chunks * size, p).transpose(1, 2)
+        return y.view(batch, g * h, positions, p).transpose(1, 2)
 
 
 class _Mix(torch.autograd.Function):
     """The matrix between the x and the y of a chunk: `scores[i, j] * exp(rise[i] - fall[j] + mask[i, j])`, plus `skip`
     on the diagonal.
 
-    `rise` and `fall` [..., size]; `mask` [..., size, size] is 0 or -inf. In the dtype of `scores`. By autograd's own rules
-    the backward would be twice as long, for the exponential's and the product's gradients have a product in common.
+    `rise` and `fall` are [..., size, 1]; `mask` [..., size, size] is 0 or -inf. In the dtype of `scores`. By the rules of
+    autograd the backward would be twice as long: gradients of exponential and product have a factor in common.
     """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, rise: Tensor, fall: Tensor, skip: Tensor, mask: Tensor) -> Tensor:
-        decay = (rise.unsqueeze(-1) - fall.unsqueeze(-2) + mask).exp()
+        decay = (rise - fall.mT + mask).exp()
         ctx.save_for_backward(scores, decay)
         diagonal = skip * torch.eye(mask.shape[-1], dtype=skip.dtype, device=skip.device)
         return torch.addcmul(diagonal, scores.to(decay.dtype), decay).to(scores.dtype)
@@ -168,8 +168,8 @@ class _Mix(torch.autograd.Function):
         to_skip = grad.diagonal(dim1=-2, dim2=-1).sum((0, 3, 4), dtype=decay.dtype)
         return (
             to_scores.sum(2, keepdim=True).to(scores.dtype),
-            to_exponent.sum(-1),
-            -to_exponent.sum(-2),
+            to_exponent.sum(-1, keepdim=True),
+            -to_exponent.sum(-2, keepdim=True).mT,
             to_skip.view(*to_skip.shape, 1, 1, 1),
             None,
         )

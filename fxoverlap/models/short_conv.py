@@ -62,43 +62,38 @@ class _CausalConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, ids)
         ctx.biased = bias is not None
-        return _convolve(x, weight, bias, ids, (weight.shape[1] - 1, 0))
+        return _convolve(x, weight, bias, ids, weight.shape[1] - 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight, ids = ctx.saved_tensors
-        reach = weight.shape[1] - 1
-        grad_x = _convolve(grad, weight.flip(1), None, ids, (0, reach))
-        grad_weight = torch.stack([(tap * grad).sum((0, 1)) for tap in _taps(x, ids, (reach, 0))], 1)
-        return grad_x, grad_weight, grad.sum((0, 1)) if ctx.biased else None, None
+        positions, reach = x.shape[1], weight.shape[1] - 1
+        grad_x = _convolve(grad, weight.flip(1), None, ids, 0)
+        grad_weight = []
+        for distance in range(reach, -1, -1):
+            before, after = slice(max(positions - distance, 0)), slice(distance, None)
+            product = x[:, before] * grad[:, after]
+            if ids is not None and distance:
+                product = product * (ids[:, before] == ids[:, after]).unsqueeze(-1)
+            grad_weight.append(product.sum((0, 1)))
+        return grad_x, torch.stack(grad_weight, 1), grad.sum((0, 1)) if ctx.biased else None, None
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor | None, pad: tuple[int, int]) -> Tensor:
-    """Convolution of x [B, T, C], to which `pad` zeros are added before and after: [B, T, C]."""
-    if ids is not None:
-        first, *rest = zip(_taps(x, ids, pad), weight.unbind(1), strict=True)
-        out = first[0] * first[1] if bias is None else torch.addcmul(bias, *first)
-        for tap, factor in rest:
-            out = torch.addcmul(out, tap, factor)
-        return out
-    # Images of height one with their channels last are what x is in memory: nothing is transposed.
-    image = F.pad(x, (0, 0, *pad)).transpose(1, 2).unsqueeze(2)
-    with torch.autocast(x.device.type, enabled=False):
-        out = F.conv2d(image, weight[:, None, None], bias, groups=weight.shape[0])
-    return out.squeeze(2).transpose(1, 2)
-
-
-def _taps(x: Tensor, ids: Tensor | None, pad: tuple[int, int]) -> list[Tensor]:
-    """What each of the W = 1 + sum(pad) weights sees at each position: W of [B, T, C], zero in another sequence."""
-    # One by one: a tensor of all of them is slower, being larger than a cache.
-    positions = x.shape[1]
-    x = F.pad(x, (0, 0, *pad))
-    taps = [x[:, i : i + positions] for i in range(1 + sum(pad))]
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor | None, own: int) -> Tensor:
+    """Sums of the x [B, T, C] around each position, of which weight[:, own] is the position's own weight: [B, T, C]."""
+    positions, reach = x.shape[1], weight.shape[1] - 1
     if ids is None:
-        return taps
-    near = F.pad(ids, pad, value=-1).unfold(1, positions, 1) == ids.unsqueeze(1)
-    # The position itself is in its own sequence.
-    return [
-        tap if i == pad[0] else tap * same.unsqueeze(-1)
-        for i, (tap, same) in enumerate(zip(taps, near.unbind(1), strict=True))
-    ]
+        # Images of height one with their channels last are what x is in memory: nothing is transposed.
+        channels = weight.shape[0]
+        image = x.view(-1, 1, positions, channels).permute(0, 3, 1, 2)
+        with torch.autocast(x.device.type, enabled=False):
+            out = F.conv2d(image, weight.view(channels, 1, 1, -1), bias, padding=(0, reach), groups=channels)
+        return out.narrow(3, reach - own, positions).squeeze(2).transpose(1, 2)
+    out = x * weight[:, own] if bias is None else torch.addcmul(bias, x, weight[:, own])
+    padded = F.pad(x, (0, 0, own, reach - own))
+    near = F.pad(ids, (own, reach - own), value=-1).unfold(1, positions, 1) == ids.unsqueeze(1)
+    for i in range(reach + 1):
+        if i != own:
+            tap = padded[:, i : i + positions] * near[:, i].unsqueeze(-1)
+            out = torch.addcmul(out, tap, weight[:, i])
+    return out
