@@ -120,7 +120,7 @@ class Mamba2(nn.Module):
         # The least number keeps the logarithm finite where softplus is 0.
         dt = F.softplus(dt.contiguous()) + torch.finfo(wide).tiny
         log = (dt * -self.A_log.to(wide).exp().view(g, h, 1, 1, 1)).cumsum(-2)
-        # exp(log[i] - source[j]) is how much of x[j] is in the state at i, exp(log[i]) how much of the chunk's first state.
+        # exp(log[i] - source[j]) is how much of x[j] is in the state at i, exp(log[i]) how much of the state before.
         source = log - dt.log()
         last = log[..., -1:, :]
         total = last.cumsum(-3).squeeze(-1)
@@ -149,8 +149,8 @@ class _Mix(torch.autograd.Function):
     """The matrix between the x and the y of a chunk: `scores[i, j] * exp(rise[i] - fall[j] + mask[i, j])`, plus `skip`
     on the diagonal.
 
-    `rise` and `fall` are [..., size, 1]; `mask` [..., size, size] is 0 or -inf. In the dtype of `scores`. By the rules of
-    autograd the backward would be twice as long: gradients of exponential and product have a factor in common.
+    `rise` and `fall` are [..., size, 1]; `mask` [..., size, size] is 0 or -inf. In the dtype of `scores`. Autograd's own
+    backward would be twice as long: the gradients of the exponential and of the product have a factor in common.
     """
 
     @staticmethod
