@@ -27,7 +27,7 @@ def layer(dim: int = 8, seed: int = 0, **options: Any) -> Mamba2:
     """A small layer, none of whose weights is one."""
     made = Mamba2(dim, generator=torch.Generator().manual_seed(seed), **{**SMALL, **options})
     torch.manual_seed(seed)
-    for weight in (made.norm.weight, made.gated_norm.weight, made.D):
+    for weight in (made.norm.weight, made.gated_norm, made.D):
         nn.init.normal_(weight)
     return made
 
@@ -60,7 +60,7 @@ def recurrence(m: Mamba2, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
             state = state * (-m.A_log.exp() * dt).exp()[:, None, None] + dt[:, None, None] * b[:, :, None] * x[:, None]
             y = (c[:, :, None] * state).sum(1) + m.D[:, None] * x
             y = y.flatten() * z * torch.sigmoid(z)
-            rows.append(m.out.weight @ (norm(y.view(m.groups, -1)).flatten() * m.gated_norm.weight))
+            rows.append(m.out.weight @ (norm(y.view(m.groups, -1)).flatten() * m.gated_norm))
     return hidden + torch.stack(rows).view_as(hidden)
 
 

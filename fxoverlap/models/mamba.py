@@ -18,9 +18,10 @@ class Mamba2(nn.Module):
         state_t = exp(-exp(A_log) * dt_t) * state_(t-1) + dt_t * B_t x_t^T
         y_t = C_t^T state_t + D * x_t
 
-    x, B and C have gone through one `ShortConv`. The result is `out(norm(y * silu(z)))`, a norm for each group. It is
-    computed by the chunks of "Transformers are SSMs" (arXiv 2405.21060, section 6): inside a chunk as attention with
-    decays for a mask, between chunks through their states. Decays are fp32 also in a bf16 model (fp64 in fp64).
+    x, B and C have gone through one `ShortConv`. The result is `out(norm(y * silu(z)) * gated_norm)`, where each group
+    has a norm of its own. It is computed by the chunks of "Transformers are SSMs" (arXiv 2405.21060, section 6): inside
+    a chunk as attention with decays for a mask, between chunks through their states. Decays are fp32 also in a bf16
+    model (fp64 in fp64).
 
     With `sequence_ids` int64 [batch, positions], non-decreasing along positions, state and convolution start anew in
     each sequence.
@@ -71,7 +72,7 @@ class Mamba2(nn.Module):
         dt = (math.log(1e-3) + uniform[1] * math.log(1e2)).exp()
         self.dt_bias = nn.Parameter(dt + (-(-dt).expm1()).log())  # softplus of it is dt
         self.D = nn.Parameter(torch.ones(self.heads))
-        self.gated_norm = nn.RMSNorm(inner)
+        self.gated_norm = nn.Parameter(torch.ones(inner))
         self.out = nn.Linear(inner, dim, bias=False)
         nn.init.normal_(self.zxbcdt.weight, std=dim**-0.5, generator=generator)
         nn.init.normal_(self.out.weight, std=inner**-0.5, generator=generator)
@@ -91,9 +92,8 @@ class Mamba2(nn.Module):
         if ids is not None:
             ids = ids.view(batch, 1, 1, chunks, size, 1)
         y = self._scan(xbc, dt, ids, chunks)
-        y = _GatedNorm.apply(y, F.silu(z), self.groups)
-        # The norm's weight goes into the matrix, which has fewer elements than y.
-        out = F.linear(y, self.out.weight * self.gated_norm.weight).view(batch, -1, dim)
+        y = _GatedNorm.apply(y, F.silu(z), self.groups) * self.gated_norm
+        out = self.out(y).view(batch, -1, dim)
         if padding:
             out = out[:, :positions]
         if self.dropout:
@@ -149,8 +149,8 @@ class _Mix(torch.autograd.Function):
     """The matrix between the x and the y of a chunk: `scores[i, j] * exp(rise[i] - fall[j] + mask[i, j])`, plus `skip`
     on the diagonal.
 
-    `rise` and `fall` are [..., size, 1]; `mask` [..., size, size] is 0 or -inf. In the dtype of `scores`. Autograd's own
-    backward would be twice as long: the gradients of the exponential and of the product have a factor in common.
+    `rise` and `fall` are [..., size, 1]; `mask` [..., size, size] is 0 or -inf. In the dtype of `scores`. What autograd
+    makes of it has twice the operations: the gradients of exponential and product have a factor in common.
     """
 
     @staticmethod
