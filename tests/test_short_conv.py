@@ -28,7 +28,8 @@ def plain(layer: ShortConv, x: Tensor, ids: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bias, activation", [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize(
-    "batch, positions, channels, width", [(1, 7, 6, 4), (3, 13, 5, 4), (2, 2, 3, 4), (1, 1, 1, 4), (2, 5, 1, 1)]
+    "batch, positions, channels, width",
+    [(1, 7, 6, 4), (3, 13, 5, 4), (2, 2, 3, 4), (1, 1, 1, 4), (2, 5, 1, 1), (1, 4, 2, 7)],
 )
 def test_it_is_the_sum_over_taps(
     batch: int, positions: int, channels: int, width: int, bias: bool, activation: bool, packed: bool
