@@ -13,13 +13,15 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fxoverlap.report.measured import computing_pct as share_computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +125,7 @@ def computing_pct(run: Callable[[], object], group: dist.ProcessGroup) -> float 
     dist.barrier(group)
     with _kernels(all_to_all_single=launch, wait_tensor=wait):
         run()
-    in_flight = _union(flights)
-    total = sum(end - start for start, end in in_flight)
-    lost = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in in_flight for b in idle)
-    return 100 * (1 - lost / total) if total else None
-
-
-def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge intervals that touch."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+    return share_computing(flights, idle)
 
 
 @contextlib.contextmanager

@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 import torch
@@ -20,21 +22,24 @@ from torch import fx, nn
 from fxoverlap import compat
 from fxoverlap.capture import TensorLeaf
 from fxoverlap.config import OverlapConfig
-from fxoverlap.errors import ConfigError
+from fxoverlap.errors import ConfigError, UnsupportedError
 from fxoverlap.ir import Plan
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
 from fxoverlap.planner import KINDS, Built, Planner, Variant, set_buffers
-from fxoverlap.report import Report, golden, make_report
+from fxoverlap.report import Report, golden, make_report, write_timeline
 from fxoverlap.runtime import (
     Fingerprint,
     MicrobatchState,
     Peers,
     Progress,
+    Recorder,
     Standing,
+    StepProfile,
     agree,
     all_or_nothing,
     held_accumulators,
     interrupts,
+    recorded,
     report_failure,
     run,
     step_error,
@@ -113,6 +118,8 @@ class OverlappedModel(nn.Module):
         self._attempts = 0
         self._last_failed = False
         self._microbatches: int | None = None
+        self._profiling: list[StepProfile] | None = None
+        self._profiled: list[StepProfile] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, without overlap."""
@@ -154,16 +161,21 @@ class OverlappedModel(nn.Module):
         self._microbatches = len(ready.given)
         result, progress = StepResult([], []), Progress()
         peers = Peers(ready.groups, ready.session, ready.agreement) if ready.groups else None
-        with watched(peers):
+        recorder = None if self._profiling is None else Recorder()
+        with watched(peers), recorded(recorder):
             try:
-                self._run(ready, result, outputs, progress)
+                self._run(ready, result, outputs, progress, recorder)
             except (Exception, KeyboardInterrupt) as error:
                 self._last_failed = True
                 raise step_error(error, progress, ready.groups, peers) from error
         self._last_failed = False
+        if recorder is not None and self._profiling is not None:
+            self._profiling.append(recorder.finish([built.fused.plan for built in ready.programs]))
         return result
 
-    def _run(self, ready: _Ready, result: StepResult, outputs: bool, progress: Progress) -> None:
+    def _run(
+        self, ready: _Ready, result: StepResult, outputs: bool, progress: Progress, recorder: Recorder | None
+    ) -> None:
         """The programs of a step, one after the other: F(0); F(i + 1) with B(i); B(last)."""
         targets = [*self.module.parameters(), *(leaf for part in ready.parts for leaf in part.tensors())]
         ready.held = held_accumulators(targets)
@@ -171,13 +183,40 @@ class OverlappedModel(nn.Module):
         with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(targets):
             for i, built in enumerate(ready.programs):
                 current = self._begin(i, ready) if i < len(ready.given) else None
-                run(built.program, current, previous, progress)
+                run(built.program, current, previous, progress, recorder)
                 if current is not None:
                     self._collect(result, current, ready.variants[i], outputs)
                 elif previous is not None:
                     # An optimizer in a hook may have changed what a later node of the last backward read.
                     previous.check_parameters()
                 previous = current
+
+    @contextlib.contextmanager
+    def profile(self) -> Iterator[None]:
+        """Measure when each node instance runs, in every step of the block that succeeds.
+
+        `report` and `timeline` then tell of the steps of the last block in which there was one. Ranks need not agree
+        on it: a profiled step runs the same collectives, and gives the same bits.
+        """
+        outer, self._profiling = self._profiling, []
+        try:
+            yield
+        finally:
+            self._profiled = self._profiling or self._profiled
+            self._profiling = outer
+
+    def timeline(self, path: str | PathLike[str]) -> None:
+        """Write the last profiled step of this rank as a trace for ui.perfetto.dev or chrome://tracing, as JSON.
+
+        Raises UnsupportedError if no step was profiled.
+        """
+        steps = self._profiling or self._profiled
+        if not steps:
+            raise UnsupportedError(
+                "timeline: no step has been profiled, expected one that succeeded inside profile(). Write "
+                "`with overlapped.profile(): overlapped.step(microbatches)` before."
+            )
+        write_timeline(path, steps[-1], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
     def plan(self, kind: str) -> Plan:
         """The plan of one kind ("F", "FB", "B") for the latest variants. `str` of it has one line an instance."""
@@ -192,7 +231,7 @@ class OverlappedModel(nn.Module):
         return golden(self._planner.latest()[0].chunk, self.plan("FB"))
 
     def report(self) -> Report:
-        """What was captured, planned and moved."""
+        """What was captured, planned and moved, and what the profiled steps took."""
         variant = self._planner.latest()[0]
         position = {i: value for value, i in variant.layout.index.items()}
         names = {each.value: each.name for each in variant.capture.joint.inputs}
@@ -205,6 +244,7 @@ class OverlappedModel(nn.Module):
             [names[position[i]] for i in sorted(variant.layout.snapshots)],
             variant.capture.assigned,
             self.config,
+            self._profiling or self._profiled,
         )
 
     def _given(self, microbatches: Sequence[Any]) -> list[Microbatch]:

@@ -507,6 +507,25 @@ def group_names() -> set[str]:
     return set(distributed_c10d._world.pg_names.values())
 
 
+def all_to_all_with_arrival(
+    x: torch.Tensor, out_splits: list[int], in_splits: list[int], group_name: str, arrived: Callable[[], object]
+) -> torch.Tensor:
+    """`_c10d_functional.all_to_all_single`, which also calls `arrived` when the data has come or the exchange failed.
+
+    The call is made by a thread of the process group. The result is waited for like that of the functional collective,
+    whose work object torch keeps to itself; so this makes the same collective by `torch.distributed` and registers its
+    work under the result.
+    """
+    received = x.new_empty(sum(out_splits), *x.shape[1:])
+    group = process_group(group_name)
+    work = dist.all_to_all_single(received, x, out_splits, in_splits, group=group, async_op=True)
+    assert work is not None
+    work.get_future().add_done_callback(lambda _: arrived())
+    register: Any = torch._C._distributed_c10d._register_work
+    register(received, work)
+    return received
+
+
 def default_store() -> dist.Store:
     """The key-value store that the default process group was made with."""
     return distributed_c10d._get_default_store()

@@ -23,6 +23,12 @@ torch.library.define(
 
 @torch.library.impl("fxoverlap::exchange", "default")
 def _launch(x: Tensor, out_splits: Tensor, in_splits: Tensor, out_rows: int, group_name: str) -> Tensor:
+    received, sent = checked_splits(x, out_splits, in_splits, out_rows)
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), received, sent, group_name)
+
+
+def checked_splits(x: Tensor, out_splits: Tensor, in_splits: Tensor, out_rows: int) -> tuple[list[int], list[int]]:
+    """Rows to receive from and to send to each rank. Raises ValueError if they do not sum to `out_rows` and to x's."""
     received, sent = out_splits.tolist(), in_splits.tolist()
     if sum(received) != out_rows:
         raise ValueError(
@@ -34,7 +40,7 @@ def _launch(x: Tensor, out_splits: Tensor, in_splits: Tensor, out_rows: int, gro
             f"exchange: in_splits must sum to the {x.shape[0]} rows of x, got {sent}, sum {sum(sent)}; "
             "pass all rows, sorted by destination"
         )
-    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), received, sent, group_name)
+    return received, sent
 
 
 @torch.library.register_fake("fxoverlap::exchange")

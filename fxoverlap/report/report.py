@@ -1,4 +1,4 @@
-"""`Report`: what a transformation did to a model, printable and as a dict."""
+"""`Report`: what a transformation did to a model and what profiled steps took, printable and as a dict."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from typing import Any
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan
 from fxoverlap.pipeline import PassRecord
+from fxoverlap.report.measured import figures, node_times
 from fxoverlap.report.reasons import covered, in_step, reasons
+from fxoverlap.runtime import StepProfile
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was captured and planned.
+    """What was captured and planned, and what was measured.
+
+    What is measured is None before a step was profiled; of several steps it is the median. The figures of a step, on
+    this rank, are `ms`, how long it took; `comm_ms`, in how much of that token exchanges were in flight; `exposed_ms`,
+    how long compute nodes waited for collectives; `overlap_pct`, in how much of `comm_ms` the rank computed: neither
+    launched nor waited. The last is None without token exchanges.
 
     Attributes:
-        nodes: one row a schedule node: name, lane, ops, flops, bytes_sent (bytes), allocated, freed (bytes).
+        nodes: one row a schedule node: name, lane, ops, flops, bytes_sent (bytes), allocated, freed (bytes), ms and
+            waited_ms. The last two are medians over the instances in the profiled steps: what the node takes by itself,
+            and how long it waits, a compute node for collectives, an exchange for those before it on its group.
         exchanges_per_microbatch: all-to-alls of one microbatch, forward and backward, counts included.
         layers: number of logical layers.
         modules: number of distinct node modules.
@@ -32,6 +41,10 @@ class Report:
         passes: one row a pass: name, seconds, ops_before, ops_after.
         warnings: what was asked for and had no effect.
         little_hidden: why little of the communication is hidden, as far as the plans tell.
+        profiled_steps: how many steps the measured figures are of.
+        step_ms, comm_ms, exposed_ms, overlap_pct: the figures of the whole step.
+        steady_ms, steady_comm_ms, steady_exposed_ms, steady_overlap_pct: of its programs but the first and the last,
+            in which the forward of one microbatch runs beside the backward of another; None with one microbatch.
     """
 
     nodes: tuple[Row, ...]
@@ -47,6 +60,15 @@ class Report:
     passes: tuple[Row, ...] = ()
     warnings: tuple[str, ...] = field(default_factory=tuple)
     little_hidden: tuple[str, ...] = ()
+    profiled_steps: int = 0
+    step_ms: float | None = None
+    comm_ms: float | None = None
+    exposed_ms: float | None = None
+    overlap_pct: float | None = None
+    steady_ms: float | None = None
+    steady_comm_ms: float | None = None
+    steady_exposed_ms: float | None = None
+    steady_overlap_pct: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All figures by name, units as the class docstring says."""
@@ -58,12 +80,14 @@ class Report:
             f"{self.exchanges_per_microbatch} exchanges a microbatch, {self.w_moved} W nodes moved, "
             f"{self.variants} variants captured",
             f"{self.exchanges_covered} of {self.exchanges_planned} exchanges have real work beside them",
-            f"{'node':28} {'lane':8} {'ops':>4} {'MFLOP':>10} {'KB sent':>10} {'KB made':>10}",
+            *self._measured_lines(),
+            f"{'node':28} {'lane':8} {'ops':>4} {'MFLOP':>10} {'KB sent':>10} {'KB made':>10} {'ms':>9} {'waited':>9}",
         ]
         for row in self.nodes:
             lines.append(
                 f"{row['name']:28} {row['lane']:8} {row['ops']:4} {row['flops'] / 1e6:10.2f} "
-                f"{row['bytes_sent'] / 1e3:10.1f} {row['allocated'] / 1e3:10.1f}"
+                f"{row['bytes_sent'] / 1e3:10.1f} {row['allocated'] / 1e3:10.1f} "
+                f"{_number(row['ms']):>9} {_number(row['waited_ms']):>9}"
             )
         lines += [f"{row['name']}: {row['seconds']:.3f} s" for row in self.passes]
         lines += [f"buffer cloned for each microbatch: {fqn}" for fqn in self.buffers_snapshot]
@@ -71,6 +95,24 @@ class Report:
         lines += [f"warning: {text}" for text in self.warnings]
         lines += [f"why little is hidden: {text}" for text in self.little_hidden]
         return "\n".join(lines)
+
+    def _measured_lines(self) -> list[str]:
+        """One line for the whole step and one for its steady part."""
+        lines = []
+        for name, values in (
+            ("profiled step", (self.step_ms, self.comm_ms, self.exposed_ms, self.overlap_pct)),
+            ("steady part", (self.steady_ms, self.steady_comm_ms, self.steady_exposed_ms, self.steady_overlap_pct)),
+        ):
+            if values[0] is not None:
+                ms, comm, exposed, overlap = map(_number, values)
+                lines.append(
+                    f"{name}: {ms} ms, exchanges in flight {comm} ms, waited {exposed} ms, overlap {overlap} %"
+                )
+        return lines
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _plain(value: Any) -> Any:
@@ -86,8 +128,9 @@ def make_report(
     snapshots: Sequence[str],
     assigned: Sequence[str],
     config: OverlapConfig,
+    profiled: Sequence[StepProfile],
 ) -> Report:
-    """The report of a chunk, its plans by kind, and a step of so many microbatches (None: there was none yet)."""
+    """The report of a chunk, its plans by kind, a step of so many microbatches (None: none yet), and profiled steps."""
     plan = plans["FB"]
     done, planned = covered(plan) if microbatches is None else in_step(plans, microbatches)
     moved = count_moved(plan.order)
@@ -101,8 +144,9 @@ def make_report(
     exchanges = sum(node.lane is Lane.COMM for node in chunk.nodes)
     if exchanges == 0:
         warnings.append("No exchange was found in the model, so there is no communication to hide.")
+    times = node_times(profiled)
     return Report(
-        nodes=tuple(_row(node, chunk) for node in chunk.nodes),
+        nodes=tuple(_row(node, chunk, times) for node in chunk.nodes),
         exchanges_per_microbatch=exchanges,
         layers=chunk.layers,
         modules=len({id(module) for module in chunk.modules.values()}),
@@ -118,14 +162,17 @@ def make_report(
         ),
         warnings=tuple(warnings),
         little_hidden=reasons(plan, microbatches, config.delay_wgrad),
+        profiled_steps=len(profiled),
+        **figures(profiled),
     )
 
 
-def _row(node: Any, chunk: ChunkGraph) -> Row:
+def _row(node: Any, chunk: ChunkGraph, times: Mapping[str, tuple[float, float]]) -> Row:
     cost = chunk.costs.get(node.name)
     row: Row = {"name": node.name, "lane": node.lane.value, "ops": len(node.ops)}
     for figure in ("flops", "bytes_sent", "allocated", "freed"):
         row[figure] = getattr(cost, figure) if cost is not None else 0
+    row["ms"], row["waited_ms"] = times.get(node.name, (None, None))
     return row
 
 

@@ -6,6 +6,7 @@ once, and the wait at the head of its reader blocks until the data has come.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from fxoverlap import compat
 from fxoverlap.runtime import interrupts
 from fxoverlap.runtime.gradients import deliver
+from fxoverlap.runtime.profile import Recorder
 from fxoverlap.runtime.program import Operation, Program
 from fxoverlap.runtime.state import MicrobatchState
 
@@ -34,9 +36,15 @@ class Progress:
 
 
 def run(
-    program: Program, forward: MicrobatchState | None, backward: MicrobatchState | None, progress: Progress
+    program: Program,
+    forward: MicrobatchState | None,
+    backward: MicrobatchState | None,
+    progress: Progress,
+    recorder: Recorder | None = None,
 ) -> None:
     """Run every operation of a program on the states of its microbatches, and write the buffers.
+
+    With a recorder, when each operation runs is recorded.
 
     Raises what a node raises; and StepError if a parameter was changed since the forward of the microbatch whose
     backward runs.
@@ -45,15 +53,22 @@ def run(
     progress.forward, progress.backward = forward, backward
     if backward is not None:
         backward.check_parameters()
+    issue = _issue if recorder is None else functools.partial(_issue_recorded, recorder.next_program())
     for progress.index, operation in enumerate(program.operations):
         state = forward if operation.of_forward else backward
         assert state is not None
-        _issue(operation, state)
+        issue(operation, state)
         interrupts.check()
     progress.index = len(program.operations)
     if forward is not None:
         forward.commit()
     progress.backward = None  # it is done, and nothing may keep it
+
+
+def _issue_recorded(recorder: Recorder, operation: Operation, state: MicrobatchState) -> None:
+    recorder.begin_node(operation.instance, state.number)
+    _issue(operation, state)
+    recorder.end_node()
 
 
 def _issue(operation: Operation, state: MicrobatchState) -> None:

@@ -240,10 +240,15 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
 def launch(op: Any, *args: Any) -> torch.Tensor:
     """Launch a functional collective; inside `Peers.watched` it is noted."""
     result = op(*args)
+    note(op, args)
+    return result
+
+
+def note(op: Any, args: tuple[Any, ...]) -> None:
+    """Note a launch that has been made; nothing outside `Peers.watched`."""
     peers = _watch.get()
     if peers is not None:
         peers.launches.setdefault(args[-1], Launches()).note(op, args)
-    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import fx, nn
 from fxoverlap import compat
 from fxoverlap.ir import META, FusedGraph, GraphInput, InputKind, Instance, ValueRef
 from fxoverlap.ops.collectives import WAIT, is_collective
-from fxoverlap.runtime.peers import launch, wait
+from fxoverlap.runtime.profile import launch, wait
 from fxoverlap.runtime.state import Layout
 
 
@@ -78,7 +78,7 @@ def lower(fused: FusedGraph, forward: Layout | None, backward: Layout | None) ->
 
 
 def _watched(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a node's module, whose launches are noted and whose waits end when a peer fails."""
+    """The forward of a node's module; launches are noted, waits end when a peer fails, and both can be timed."""
     graph = module.graph
     assert isinstance(graph, fx.Graph)
     if not any(is_collective(node.target) for node in graph.nodes):
