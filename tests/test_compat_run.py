@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,18 @@ def test_compiled_module_is_unwrapped() -> None:
     model = nn.Linear(2, 2)
     assert compat.without_compile(torch.compile(model)) is model
     assert compat.without_compile(model) is model
+
+
+def test_all_to_all_tells_when_its_data_has_come(group: dist.ProcessGroup) -> None:
+    arrived = threading.Event()
+    sent = torch.arange(6.0).view(3, 2)
+    works = torch._C._distributed_c10d._get_work_registry_size
+    before = works()
+    received = compat.all_to_all_with_arrival(sent, [3], [3], group.group_name, arrived.set)
+    assert works() == before + 1
+    torch.ops._c10d_functional.wait_tensor(received)
+    assert works() == before
+    assert arrived.wait(10) and torch.equal(received, sent)
 
 
 def test_process_group_is_found_by_its_name(group: dist.ProcessGroup) -> None:

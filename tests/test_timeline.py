@@ -5,6 +5,7 @@ Two ranks with other numbers of tokens profile steps of several models; each tes
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import tempfile
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
-from toys import RawMoE, batches, eager_step, same_bits, toy
+from toys import RawMoE, batches, differences, eager_step, same_bits, toy
 
 import fxoverlap as fxo
 from fxoverlap.ir import Instance, Lane, Phase, ScheduleNode, Slot
@@ -87,9 +88,43 @@ def profiled(rank: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def failing(rank: int) -> dict[str, Any]:
+    """A profiled step that fails on rank 1 alone, and the one after it."""
+    model = toy("[*E]", dist.group.WORLD)
+    overlapped = fxo.transform(model)
+    microbatches = batches(MICROBATCHES, rank)
+    overlapped.step(microbatches)
+    model.zero_grad()
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("a bad value")
+
+    handle = model.layers[1].router.weight.register_hook(fail) if rank == 1 else None
+    error = "none"
+    with overlapped.profile():
+        try:
+            overlapped.step(microbatches)
+        except fxo.StepError as caught:
+            error = str(caught)
+        if handle is not None:
+            handle.remove()
+        after_failure = overlapped.report().profiled_steps
+        losses = overlapped.step(microbatches).losses
+    eager = copy.deepcopy(model)
+    eager.zero_grad()
+    expected_losses = eager_step(eager, microbatches)
+    equal = all(map(same_bits, losses, expected_losses)) and not differences(eager, model)
+    steps = (after_failure, overlapped.report().profiled_steps)
+    return {"error": error, "equal": equal, "steps": steps}
+
+
+def both(rank: int) -> dict[str, dict[str, Any]]:
+    return {**profiled(rank), "failing": failing(rank)}
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, dict[str, Any]]]:
-    return launch(profiled, 2, timeout_s=300)
+    return launch(both, 2, timeout_s=300)
 
 
 RAW = {
@@ -134,6 +169,14 @@ def expected(seen: dict[str, Any], *lanes: Lane) -> list[tuple[str, int, int]]:
 
 def test_a_profiled_step_equals_eager(seen: dict[str, Any]) -> None:
     assert seen["equal"]
+
+
+def test_step_that_fails_on_one_rank_leaves_no_profile(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    for rank, each in enumerate(ranks):
+        found = each["failing"]
+        assert "a bad value" in found["error"] and ("rank 1 failed" in found["error"]) == (rank == 0)
+        assert "restart" not in found["error"]
+        assert found["steps"] == (0, 1) and found["equal"]
 
 
 def test_events_are_complete(seen: dict[str, Any]) -> None:
