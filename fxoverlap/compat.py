@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor.config
+import torch._logging._internal
 import torch._prims_common
 import torch.distributed as dist
 import torch.utils.checkpoint
@@ -556,3 +557,26 @@ def written_bases(node: fx.Node) -> list[fx.Node]:
         return []
     bases: Any = node.kwargs["_all_bases"]
     return [base for base in bases if isinstance(base, fx.Node)]
+
+
+# --- structured logging (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
+
+
+def writes_traces() -> bool:
+    """Whether torch writes structured logs, as it does when TORCH_TRACE names a folder.
+
+    Without one torch has a handler with no folder, which it drops at the first record, too late to save its payload.
+    """
+    handlers = torch._logging._internal.trace_log.handlers
+    return any(getattr(handler, "root_dir", "") is not None for handler in handlers)
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add an artifact to torch's structured log. `text` is called only if there is one."""
+    if writes_traces():
+        torch._logging.trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": name, "encoding": "string"},
+            payload_fn=text,
+            expect_trace_id=False,  # no frame of Dynamo led here
+        )

@@ -8,6 +8,8 @@ data: `default_passes()` can be printed, cut and extended, and handed back as `O
 
 What passes tell one another is checked between them: every op of a joint graph has its tag; exchanges that a pass adds
 behind `exchanges` are analysed anew; and a value's life is ended once, by one pass.
+
+Where TORCH_TRACE is set, graphs before and after each pass become artifacts of torch's structured log.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxoverlap.config import OverlapConfig
+from fxoverlap.dumps import dump
 from fxoverlap.errors import UnsupportedError
 from fxoverlap.ir import META, ChunkGraph, FusedGraph, JointGraph, OpTag, Plan, ValueRef
 from fxoverlap.passes import op_facts
@@ -96,10 +99,12 @@ def _of_stage(config: OverlapConfig, stage: str) -> list[Pass]:
 def _run(graph: Any, passes: Sequence[Pass], config: OverlapConfig, records: list[PassRecord]) -> Any:
     ended_by: dict[ValueRef, str] = {}
     for each in passes:
+        name = getattr(each, "__name__", repr(each))
+        dump(f"{each.stage}_{name}_before", graph)  # type: ignore[attr-defined]
         before, start = _size(graph), time.perf_counter()
         graph = each(graph, config)
-        name = getattr(each, "__name__", repr(each))
         records.append(PassRecord(name, time.perf_counter() - start, before, _size(graph)))
+        dump(f"{each.stage}_{name}_after", graph)  # type: ignore[attr-defined]
         if isinstance(graph, JointGraph):
             _check_tags(graph, name)
         elif isinstance(graph, FusedGraph):

@@ -20,11 +20,12 @@ from fxoverlap import compat
 from fxoverlap.capture import Capture, capture
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
-from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind, JointGraph
+from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind, JointGraph, Plan
 from fxoverlap.microbatch import Leaves, Microbatch
 from fxoverlap.passes import op_facts
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
 from fxoverlap.refusals import check_leaves
+from fxoverlap.report.golden import golden
 from fxoverlap.runtime import Fingerprint, Layout, Program, lower
 from fxoverlap.schedule import build_plan
 from fxoverlap.variants import STRUCTURE, Key, around_key, microbatch_key
@@ -138,6 +139,7 @@ class Planner:
         if key not in self._built:
             plan = build_plan(f.chunk if f else None, b.chunk if b else None, self._config)
             fused = to_fused(plan, self._config, self.records)
+            _dump(fused.plan)
             program = lower(fused, f.layout if f else None, b.layout if b else None)
             self._built[key] = Built(fused, program)
         return self._built[key]
@@ -229,6 +231,14 @@ class Planner:
             for fqn, value in zip(captured.born, last, strict=True)
         }
         return Variant(captured, chunk, Layout.of(chunk), constants, born, loss.meta["val"].dtype, _groups(joint))
+
+
+def _dump(plan: Plan) -> None:
+    """Add a plan to torch's structured log, as it is printed and with the nodes that it orders."""
+    chunk = plan.forward or plan.backward
+    assert chunk is not None
+    compat.trace_artifact(f"fxoverlap_plan_{plan.kind}", lambda: str(plan))
+    compat.trace_artifact(f"fxoverlap_golden_{plan.kind}", lambda: golden(chunk, plan))
 
 
 def _flat(value: Any) -> Iterable[Any]:

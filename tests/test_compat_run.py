@@ -6,6 +6,7 @@ When torch moves one of them, the test that fails names it.
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._logging._internal as logs
 import torch.distributed as dist
 import torch.utils.checkpoint
 from test_compat import Loss, export
@@ -244,3 +246,28 @@ def test_nothing_else_touches_private_torch() -> None:
             hits = [hit for hit in private.findall(file.read_text()) if not allowed.match(hit)]
             found += [f"{file.name}: {hit}" for hit in hits]
     assert found == []
+
+
+# --- structured logging --------------------------------------------------------------------------------------------
+
+
+def test_artifacts_are_made_only_where_torch_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def artifact(*handlers: logging.Handler) -> bool:
+        monkeypatch.setattr(logs.trace_log, "handlers", list(handlers))
+        compat.trace_artifact("fxoverlap_a", lambda: made.append("a") or "some text")
+        assert bool(made) == compat.writes_traces()
+        return bool(made)
+
+    # As torch begins without TORCH_TRACE, and as it is after its first record.
+    assert not artifact(logs.LazyTraceHandler(None))
+    assert not artifact()
+    written = logs.LazyTraceHandler(str(tmp_path))
+    written.setFormatter(logs.TorchLogsFormatter(trace=True))
+    assert artifact(written)
+    written.close()
+    [path] = tmp_path.iterdir()
+    text = path.read_text()
+    assert '{"artifact": {"name": "fxoverlap_a", "encoding": "string"}' in text and "\n\tsome text\n" in text
+    assert '"stack"' not in text.split("fxoverlap_a")[1].split("\n")[0]
