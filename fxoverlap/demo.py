@@ -30,6 +30,8 @@ from fxoverlap.benchmarks.workload import Batch, eager_step, everywhere, same
 from fxoverlap.launch import launch
 from fxoverlap.models import HybridModel
 
+TIMELINE = "timeline.json"
+
 _BAR = 30  # characters
 
 
@@ -102,6 +104,8 @@ def _train(rank: int, settings: Settings) -> dict[str, Any]:
         group,
         settings.microbatches,
     )
+    with overlapped.profile():
+        _fused_step(overlapped, examples)
     if rank == 0:
         _dump(overlapped, Path(settings.out))
     return {
@@ -116,6 +120,7 @@ def _train(rank: int, settings: Settings) -> dict[str, Any]:
         **exchange_figures,
         "pattern": settings.pattern,
         "dump": settings.out,
+        "timeline": f"{settings.out}/{TIMELINE}",
     }
 
 
@@ -182,11 +187,12 @@ def _sum_dense_gradients(model: nn.Module) -> None:
 
 
 def _dump(overlapped: fxo.OverlappedModel, folder: Path) -> None:
-    """Write the node table and plan, the report, and the fused graph as code."""
+    """Write the node table and plan, the report, the fused graph as code, and the timeline of the profiled step."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "golden.txt").write_text(overlapped.golden())
     (folder / "report.txt").write_text(f"{overlapped.report()}\n")
     (folder / "fused_graph.txt").write_text(overlapped.fused_graph("FB").print_readable(print_output=False))
+    overlapped.timeline(folder / TIMELINE)
 
 
 class _Lines:
@@ -223,6 +229,7 @@ def _summary(figures: dict[str, Any]) -> str:
         else f"the ranks compute in {overlap:.0f} % of the time that exchanges are in flight "
         f"(eager: {figures['eager_overlap_pct']:.0f} %)",
         "graph dump": f"{figures['dump']}/",
+        "timeline": f"{figures['timeline']}, to be opened in ui.perfetto.dev",
     }
     width = max(map(len, rows))
     return "\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

@@ -33,7 +33,13 @@ def test_demo(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert figures["exchanges_a_microbatch"] == 4
     assert sum(line.split()[:1] in (["0"], ["1"], ["2"]) for line in lines) == 3  # a line a step
     assert not any("\r" in line for line in lines)  # a bar on a terminal only
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fused_graph.txt", "golden.txt", "report.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("fused_graph.txt", "golden.txt", "report.txt", "timeline.json")
+    ]
+    timeline = json.loads((tmp_path / "timeline.json").read_text())
+    assert "L0.experts.B" in {event["name"] for event in timeline["traceEvents"]}
+    assert f"{tmp_path}/timeline.json" in lines[-2] and figures["timeline"] == f"{tmp_path}/timeline.json"
+    assert "profiled step" in (tmp_path / "report.txt").read_text()
 
 
 def test_explain(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
