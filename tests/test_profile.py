@@ -214,9 +214,10 @@ def test_copies_and_pickles_begin_without_a_profile() -> None:
     overlapped = fxo.transform(toy("*-"))
     with overlapped.profile():
         overlapped.step(batches(1))
-        for twin in (copy.deepcopy(overlapped), pickle.loads(pickle.dumps(overlapped))):
-            twin.step(batches(1))
-            assert twin.report().profiled_steps == 0
+        inside = copy.deepcopy(overlapped)
+    for twin in (inside, copy.deepcopy(overlapped), pickle.loads(pickle.dumps(overlapped))):
+        twin.step(batches(1))
+        assert twin.report().profiled_steps == 0
 
 
 # --- failures and lifetimes -----------------------------------------------------------------------------------------
