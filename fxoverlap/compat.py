@@ -35,6 +35,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed import distributed_c10d
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.fx.traceback import annotate_fn, preserve_node_meta
@@ -444,6 +445,17 @@ class BoxedCodeGen(CodeGen):
         if names:
             lines += [f"    {', '.join(names)}, = args_list", "    args_list.clear()"]
         return "\n".join(lines)
+
+
+def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+    """A graph module whose code is generated when it is first read or run, which for most never happens."""
+    return LazyGraphModule(root, graph, name)
+
+
+def forward_of(module: fx.GraphModule) -> Callable[..., Any]:
+    """The forward of a graph module, its code generated."""
+    LazyGraphModule.force_recompile(module)
+    return module.forward
 
 
 # --- hooks of tensors (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------

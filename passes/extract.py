@@ -97,4 +97,4 @@ def _module(node: ScheduleNode, by_name: dict[str, fx.Node]) -> fx.GraphModule:
         env[op] = graph.node_copy(by_name[op], lambda source: env[source.name])
         env[op].target = RUNS_AS.get(env[op].target, env[op].target)
     graph.output(tuple(env[value] for value in node.writes))
-    return fx.GraphModule(nn.Module(), graph)
+    return compat.lazy_module(nn.Module(), graph)

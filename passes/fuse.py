@@ -12,6 +12,7 @@ import operator
 
 from torch import fx, nn
 
+from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import META, ChunkGraph, FusedGraph, Instance, Phase, Plan, ValueRef
 
@@ -35,7 +36,7 @@ def fuse(plan: Plan, config: OverlapConfig) -> FusedGraph:
             env[ref] = graph.create_node("call_function", operator.getitem, (call, position), name=_name(ref.mb, value))
             env[ref].meta[META] = ref
     graph.output(tuple(env[ref] for ref in _alive_after(plan)))
-    return FusedGraph(plan, fx.GraphModule(root, graph, "FusedGraph"))
+    return FusedGraph(plan, compat.lazy_module(root, graph, "FusedGraph"))
 
 
 fuse.stage = "plan"  # type: ignore[attr-defined]

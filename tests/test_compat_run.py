@@ -81,6 +81,25 @@ def test_boxed_module_empties_its_list_and_lets_arguments_die() -> None:
     assert given == []
 
 
+def test_code_of_a_lazy_module_is_made_when_it_is_needed() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.neg, (x,)))
+    inner = compat.lazy_module(nn.Module(), graph, "Inner")
+    outer_graph, root = fx.Graph(), nn.Module()
+    root.add_module("inner", inner)
+    outer_graph.output(outer_graph.call_module("inner", (outer_graph.placeholder("x"),)))
+    outer = compat.lazy_module(root, outer_graph)
+    assert type(inner).__name__ == "Inner" and "_code" not in vars(inner) and "_code" not in vars(outer)
+    assert "torch.neg" in inner.code
+    next(node for node in graph.nodes if node.op == "call_function").target = torch.exp
+    outer.recompile()
+    assert "_code" not in vars(outer)
+    inner.recompile()
+    assert compat.forward_of(inner)(torch.zeros(1)).item() == 1.0
+    assert outer(torch.zeros(1)).item() == 1.0 and copy.deepcopy(outer)(torch.zeros(1)).item() == 1.0
+
+
 def test_boxed_module_without_arguments() -> None:
     graph = fx.Graph()
     graph.set_codegen(compat.BoxedCodeGen())

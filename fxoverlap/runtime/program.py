@@ -82,7 +82,7 @@ def _watched(module: nn.Module) -> Callable[..., Any]:
     graph = module.graph
     assert isinstance(graph, fx.Graph)
     if not any(is_collective(node.target) for node in graph.nodes):
-        return module.forward
+        return compat.forward_of(module)
     copy = fx.Graph()
     copy.set_codegen(compat.BoxedCodeGen())
     copy.output(copy.graph_copy(graph, {}))
