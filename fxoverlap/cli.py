@@ -2,12 +2,13 @@
 
 Each command prints for a person, and with `--json PATH` also writes its figures as one JSON object; `-` is standard
 output, where the object is the last line. Exit status: 0 done; 1 a check or a rank failed, with one message on standard
-error; 2 wrong usage; 130 interrupted.
+error; 2 wrong usage; 130 interrupted; 141 nobody reads standard output any more.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except fxo.FxOverlapError as error:
         print(f"\nfxoverlap: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python still has to write at its end
+        return 141
+    except OSError as error:
+        print(f"\nfxoverlap: {error}", file=sys.stderr)
         return 1
     if options.json == "-":
         print(json.dumps(figures), flush=True)
@@ -78,7 +85,8 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], dict[str,
     parser = commands.add_parser(
         name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--json", metavar="PATH", help="write the figures as JSON to PATH; - for standard output")
+    about_json = "write the figures as JSON to PATH; - for standard output"
+    parser.add_argument("--json", type=_file, metavar="PATH", help=about_json)
     parser.set_defaults(command=run)
     return parser
 
@@ -102,6 +110,13 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
     return value
+
+
+def _file(text: str) -> str:
+    """Check that a file can be made, before there is anything to write; `-` is standard output."""
+    if text != "-" and not os.access(Path(text).absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that can be written, got {text}")
+    return text
 
 
 def _pattern(text: str) -> str:

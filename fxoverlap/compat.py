@@ -436,6 +436,11 @@ def size_hint(size: int | torch.SymInt, hints: Mapping[Any, int]) -> int:
     return int(expr.subs({symbol: hints.get(symbol, 1) for symbol in expr.free_symbols}))
 
 
+def check_data(condition: torch.Tensor, message: str) -> None:
+    """Raise RuntimeError where the op runs, unless a bool tensor [] is true; a trace keeps the op."""
+    torch._assert_async(condition, message)
+
+
 class BoxedCodeGen(CodeGen):
     """Generate `forward(self, args_list)`, which empties the list: arguments die with their last use in the callee."""
 

@@ -33,6 +33,7 @@ from fxoverlap.models import HybridModel
 TIMELINE = "timeline.json"
 
 _BAR = 30  # characters
+_PROFILED = 5  # steps of each side, after the training
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
     Raises LaunchError if a rank fails, and passes on KeyboardInterrupt.
     """
+    Path(settings.out).mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = launch(_train, settings.ranks, settings, timeout_s=7200)[0]
     print(_summary(figures))
     return figures
@@ -99,13 +101,12 @@ def _train(rank: int, settings: Settings) -> dict[str, Any]:
 
     state_equal = same(*([*model.parameters(), *model.buffers()] for model in (eager, twin)))
     exchange_figures = _exchange_figures(
-        functools.partial(eager_step, eager, examples, scale),
-        functools.partial(_fused_step, overlapped, examples),
-        group,
-        settings.microbatches,
+        functools.partial(eager_step, eager, examples, scale), group, settings.microbatches
     )
     with overlapped.profile():
-        _fused_step(overlapped, examples)
+        for _ in range(_PROFILED):
+            dist.barrier()
+            _fused_step(overlapped, examples)
     if rank == 0:
         _dump(overlapped, Path(settings.out))
     return {
@@ -117,6 +118,7 @@ def _train(rank: int, settings: Settings) -> dict[str, Any]:
         "eager_ms": statistics.median(eager_ms),
         "fused_ms": statistics.median(fused_ms),
         "speed_ratio": statistics.median(e / f for e, f in zip(eager_ms, fused_ms, strict=True)),
+        "overlap_pct": overlapped.report().overlap_pct,
         **exchange_figures,
         "pattern": settings.pattern,
         "dump": settings.out,
@@ -160,20 +162,13 @@ def _timed(step: Callable[[], list[Tensor]]) -> tuple[list[Tensor], float]:
     return losses, (time.perf_counter() - began) * 1e3
 
 
-def _exchange_figures(
-    eager: Callable[[], object], fused: Callable[[], object], group: dist.ProcessGroup, microbatches: int
-) -> dict[str, Any]:
-    """Count the exchanges of an eager step, and measure how much eager and fused steps compute meanwhile."""
+def _exchange_figures(eager: Callable[[], object], group: dist.ProcessGroup, microbatches: int) -> dict[str, Any]:
+    """Count the exchanges of an eager step, and measure in how much of their time eager steps compute."""
     exchanges = recorded(eager, group)
     tokens = sum(exchange.counts is None for exchange in exchanges)
-
-    def median_pct(step: Callable[[], object]) -> float | None:
-        shares = [computing_pct(step, group) for _ in range(5)]
-        return statistics.median(share for share in shares if share is not None) if tokens else None
-
+    shares = [computing_pct(eager, group) for _ in range(_PROFILED)]
     return {
-        "overlap_pct": median_pct(fused),
-        "eager_overlap_pct": median_pct(eager),
+        "eager_overlap_pct": statistics.median(share for share in shares if share is not None) if tokens else None,
         "exchanges_a_microbatch": tokens // microbatches,
         "counts_a_microbatch": (len(exchanges) - tokens) // microbatches,
     }
@@ -188,7 +183,6 @@ def _sum_dense_gradients(model: nn.Module) -> None:
 
 def _dump(overlapped: fxo.OverlappedModel, folder: Path) -> None:
     """Write the node table and plan, the report, the fused graph as code, and the timeline of the profiled step."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "golden.txt").write_text(overlapped.golden())
     (folder / "report.txt").write_text(f"{overlapped.report()}\n")
     (folder / "fused_graph.txt").write_text(overlapped.fused_graph("FB").print_readable(print_output=False))
@@ -222,14 +216,14 @@ def _summary(figures: dict[str, Any]) -> str:
         "loss": f"{figures['loss_first']:.4f} -> {figures['loss_last']:.4f} in {figures['steps']} steps",
         "exchanges a microbatch": f"{figures['exchanges_a_microbatch']} of tokens, "
         f"{figures['counts_a_microbatch']} of counts",
-        "median step": f"eager {figures['eager_ms']:.1f} ms, fused {figures['fused_ms']:.1f} ms, "
-        f"speed ratio {figures['speed_ratio']:.2f}",
+        "medians": f"eager step {figures['eager_ms']:.1f} ms, fused step {figures['fused_ms']:.1f} ms, "
+        f"speed ratio of a step {figures['speed_ratio']:.2f}",
         "overlap": "nothing to overlap: no exchange"
         if overlap is None
-        else f"the ranks compute in {overlap:.0f} % of the time that exchanges are in flight "
+        else f"rank 0 computes in {overlap:.0f} % of the time that exchanges are in flight "
         f"(eager: {figures['eager_overlap_pct']:.0f} %)",
         "graph dump": f"{figures['dump']}/",
-        "timeline": f"{figures['timeline']}, to be opened in ui.perfetto.dev",
+        "timeline": f"{figures['timeline']}, of the last of {_PROFILED} such steps, to be opened in ui.perfetto.dev",
     }
     width = max(map(len, rows))
     return "\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

@@ -50,6 +50,16 @@ def test_explain(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert json.loads(path.read_text())["golden"] in printed
 
 
+def test_paths_are_looked_at_before_the_work(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["explain", "--json", str(tmp_path / "nowhere" / "x.json")])
+    assert "expected a file in a folder that can be written" in capfd.readouterr().err
+    (tmp_path / "file").touch()
+    assert cli.main(["demo", "--steps", "1", "--out", str(tmp_path / "file")]) == 1
+    printed, errors = capfd.readouterr()
+    assert printed == "" and "file" in errors and "Traceback" not in errors
+
+
 def test_bench_two_hosts(capfd: pytest.CaptureFixture[str]) -> None:
     figures = _figures(capfd, "bench", "two-hosts", "--microbatches", "3", *SMALL)
     assert set(figures) >= {

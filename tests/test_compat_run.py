@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from test_compat import Loss, export
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxoverlap
 from fxoverlap import compat, passes
@@ -79,6 +80,19 @@ def test_boxed_module_empties_its_list_and_lets_arguments_die() -> None:
     given = [torch.ones(2), torch.ones(2)]
     copied.forward(given)
     assert given == []
+
+
+def test_check_of_data_is_in_a_trace() -> None:
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        compat.check_data((x > 0).all(), "not positive")
+        return x
+
+    checked(torch.ones(2))
+    with pytest.raises(RuntimeError, match="not positive"):
+        checked(torch.zeros(2))
+    traced = make_fx(checked)(torch.ones(2))
+    with pytest.raises(RuntimeError, match="not positive"):
+        traced(torch.zeros(2))
 
 
 def test_code_of_a_lazy_module_is_made_when_it_is_needed() -> None:

@@ -71,7 +71,7 @@ def test_packed_sequences(group: dist.ProcessGroup) -> None:
     """Boundaries at other places in each microbatch and step are one capture."""
 
     def make(step: int) -> list[tuple]:
-        cuts = [torch.tensor([0, 3 + i % 2, 3 + step, 8]) for i in range(3)]
+        cuts = [torch.tensor([0, 2 + i % 2, 3 + step, 8]) for i in range(3)]
         return [(*each, cut) for each, cut in zip(batches(3, seed=step), cuts, strict=True)]
 
     overlapped = fxo.transform(hybrid("[M*E][+GE]", group), fxo.OverlapConfig("[M*E][+GE]"))
@@ -88,3 +88,23 @@ def test_packed_sequences_are_separate() -> None:
     parts = [model(tokens[:, a:b], targets[:, a:b]) * (b - a) / 9 for a, b in ((0, 4), (4, 9))]
     # Positions run on in a packed row, and the rotary tables are fp32: differences of angles are right to 1e-7.
     torch.testing.assert_close(packed, sum(parts), rtol=1e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("wrong", [[1, 8], [0, 7], [0, 9], [0, 6, 3, 8], [0, -2, 8]], ids=str)
+def test_wrong_boundaries(wrong: list[int], packed: fxo.OverlappedModel) -> None:
+    given = (*batches(1)[0], torch.tensor(wrong))
+    with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to the number of tokens, 8"):
+        packed(*given)
+    with pytest.raises(fxo.StepError, match="cu_seqlens must rise from 0 to the number of tokens, 8"):
+        packed.step([given])
+
+
+@pytest.fixture(scope="module")
+def packed() -> fxo.OverlappedModel:
+    return fxo.transform(hybrid("*", None))
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([0.0, 8.0]), torch.tensor([[0, 8]]), torch.tensor([8])], ids=repr)
+def test_boundaries_of_another_kind(wrong: torch.Tensor, packed: fxo.OverlappedModel) -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens must be int32 or int64 \[sequences \+ 1\], got"):
+        packed(*batches(1)[0], wrong)

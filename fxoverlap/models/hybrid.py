@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxoverlap import compat
 from fxoverlap import pattern as layer_pattern
 from fxoverlap.models.attention import Attention
 from fxoverlap.models.delta import GatedDeltaNet
@@ -43,7 +44,8 @@ class HybridModel(nn.Module):
             for every group size, a rank's experts being a slice of all.
 
     Raises:
-        ValueError: the pattern or an argument of a layer is wrong.
+        ValueError: the pattern or an argument of a layer is wrong; in forward, `cu_seqlens` are of another kind.
+        RuntimeError: in forward, `cu_seqlens` do not rise from 0 to the number of tokens.
     """
 
     def __init__(
@@ -125,6 +127,20 @@ class HybridModel(nn.Module):
 
 
 def sequence_ids(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
-    """The number of the sequence that each token [batch, positions] is in, from 0: int64, of the same shape."""
+    """The number of the sequence that each token [batch, positions] is in, from 0: int64, of the same shape.
+
+    Raises ValueError unless `cu_seqlens` are integers [sequences + 1]; RuntimeError, where it runs, unless they rise from
+    0 to the number of tokens.
+    """
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "HybridModel: cu_seqlens must be int32 or int64 [sequences + 1], "
+            f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)}; give the boundaries of one or more sequences"
+        )
+    ends = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens.numel())
+    compat.check_data(
+        ends & (cu_seqlens.diff() >= 0).all(),
+        f"HybridModel: cu_seqlens must rise from 0 to the number of tokens, {tokens.numel()}; give every boundary",
+    )
     positions = torch.arange(tokens.numel(), device=tokens.device)
     return torch.searchsorted(cu_seqlens[1:], positions, right=True).view(tokens.shape)
