@@ -129,8 +129,8 @@ class HybridModel(nn.Module):
 def sequence_ids(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
     """The number of the sequence that each token [batch, positions] is in, from 0: int64, of the same shape.
 
-    Raises ValueError unless `cu_seqlens` are integers [sequences + 1]; RuntimeError, where it runs, unless they rise from
-    0 to the number of tokens.
+    Raises ValueError unless `cu_seqlens` are integers [sequences + 1]; RuntimeError, where it runs, unless they rise
+    from 0 to the number of tokens.
     """
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
