@@ -106,7 +106,7 @@ def plan(chunk: ChunkGraph, config: fxo.OverlapConfig) -> Plan:
 def report(fused: FusedGraph, config: fxo.OverlapConfig) -> str:
     chunk = fused.plan.forward
     assert chunk is not None
-    made = make_report(chunk, {"FB": fused.plan}, None, [], 1, (), (), config)
+    made = make_report(chunk, {"FB": fused.plan}, None, [], 1, (), (), config, ())
     return golden(chunk, fused.plan) + str(made)
 
 
