@@ -127,6 +127,17 @@ def test_dense_layers_cover_one_exchange_each(group: dist.ProcessGroup) -> None:
     assert "L1.pre_dispatch.B" in beside["L5.dispatch.F"] and "L0.pre_dispatch.B" in beside["L5.combine.F"]
 
 
+def test_dense_layers_cover_one_exchange_each_of_another_variant(group: dist.ProcessGroup) -> None:
+    """What a layer is made of is asked of its own microbatch; in the other, layers of its number exchange tokens."""
+    plan = build_plan(chunk(group, "****[*E]"), chunk(group, "[*E][*E]"), CONFIG)
+    check(plan)
+    names = lane_order(plan)
+    beside = {names[start]: names[start + 1 : end] for start, end in arrivals(plan.order).items()}
+    for j, first in ((1, 0), (0, 2)):
+        assert f"L{first}.pre_dispatch.F" in beside[f"L{j}.combine.B"]
+        assert f"L{first + 1}.pre_dispatch.F" in beside[f"L{j}.dispatch.B"]
+
+
 @pytest.mark.parametrize("layers", [(1, 1), (3, 3), (4, 2), (2, 4)])
 def test_counts_are_launched_before_the_next_token_exchange(layers: tuple[int, int]) -> None:
     """A group's exchanges queue up and the host reads the counts: none may stand between them and their reader."""

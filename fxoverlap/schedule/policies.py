@@ -7,16 +7,15 @@ that it leaves out are flushed at the end. `plan.build_plan` checks the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import takewhile, zip_longest
+from collections.abc import Callable, Sequence
+from itertools import accumulate, zip_longest
 
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import ChunkGraph, CostTable, Lane, Phase, ScheduleNode, Slot
+from fxoverlap.ir import ChunkGraph, CostTable, Phase, ScheduleNode, Slot
 
 Order = list[tuple[ScheduleNode, str]]
 Beside = tuple[tuple[int, ...], tuple[int, ...]]
 """Layers of the forward, and layers of the backward that run beside them: at most one of both, or two on one side."""
-IsDense = Callable[[int], bool]
 Opening = Callable[["_Issue", "int | None", "int | None", bool], None]
 """Issues the beginning of a pair of layers: (issue, forward layer, backward layer, whether W is computed here)."""
 
@@ -62,27 +61,50 @@ def auto(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: O
 
 def _pairs(issue: _Issue) -> list[Beside]:
     """Layers of the forward in order, beside those of the backward, last layer first."""
-    forward, backward = issue.layers()
-    dense_f, dense_b = (lambda i: not issue.exchanges(i, None)), (lambda j: not issue.exchanges(None, j))
+    forward, backward = (_Side(issue, mb, layers) for mb, layers in zip("FB", issue.layers(), strict=True))
     pairs: list[Beside] = []
-    while forward or backward:
-        taken = 1 + _has_one_to_spare(forward, dense_f, backward, dense_b, issue)
-        beside = 1 + _has_one_to_spare(backward, dense_b, forward, dense_f, issue)
-        pairs.append((tuple(forward[:taken]), tuple(backward[:beside])))
-        forward, backward = forward[taken:], backward[beside:]
+    while forward.is_left or backward.is_left:
+        taken, beside = forward.has_one_to_spare(backward), backward.has_one_to_spare(forward)
+        pairs.append((forward.take(1 + taken), backward.take(1 + beside)))
     return pairs
 
 
-def _has_one_to_spare(
-    these: list[int], is_dense: IsDense, others: list[int], is_other_dense: IsDense, issue: _Issue
-) -> bool:
-    """Whether these layers begin with more dense ones than the others begin with layers that exchange tokens.
+class _Side:
+    """The layers of one microbatch that no pair has yet, in the order in which they run."""
 
-    A dense layer that has a part for each token exchange of the layer beside it needs no second one.
-    """
-    dense = list(takewhile(is_dense, these))
-    to_cover = len(list(takewhile(lambda layer: not is_other_dense(layer), others)))
-    return len(dense) > to_cover > 0 and not any(map(issue.has_two_parts, dense[:2]))
+    def __init__(self, issue: _Issue, mb: str, layers: list[int]) -> None:
+        self._layers, self._first = layers, 0
+        self._has_two_parts = [issue.has_two_parts(mb, layer) for layer in layers]
+        is_moe = [issue.has(mb, layer, Slot.DISPATCH) for layer in layers]
+        # How many layers, from each one on, exchange tokens, and how many do not.
+        self._moe, self._dense = _run_lengths(is_moe), _run_lengths([not each for each in is_moe])
+
+    @property
+    def is_left(self) -> bool:
+        """Whether there is a layer."""
+        return self._first < len(self._layers)
+
+    def has_one_to_spare(self, others: _Side) -> bool:
+        """Whether these layers begin with more dense ones than the others begin with layers that exchange tokens.
+
+        A dense layer that has a part for each token exchange of the layer beside it needs no second one.
+        """
+        if not (self.is_left and others.is_left):
+            return False
+        first, to_cover = self._first, others._moe[others._first]
+        return self._dense[first] > to_cover > 0 and not any(self._has_two_parts[first : first + 2])
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """So many layers, or as many as there are."""
+        taken = self._layers[self._first : self._first + count]
+        self._first += len(taken)
+        return tuple(taken)
+
+
+def _run_lengths(flags: Sequence[bool]) -> list[int]:
+    """For each flag, how many from it on are set before one that is not."""
+    lengths = list(accumulate(reversed(flags), lambda length, flag: (length + 1) * flag, initial=0))
+    return lengths[:0:-1]
 
 
 def _counts_then_combine(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
@@ -160,7 +182,7 @@ class _Issue:
         self._needs = {"F": _needs(f), "B": _needs(b)}
         self._rank = {key: i for i, key in enumerate(self._left["B"])}
         self._w = _by_layer(self._left["B"])
-        self._exchange = {mb: {key[:2] for key, n in self._left[mb].items() if n.lane is Lane.COMM} for mb in "FB"}
+        self._parts = {mb: {key[:2] for key in self._left[mb]} for mb in "FB"}
         self.order: Order = []
 
     def f(self, layer: int | None, slot: Slot) -> None:
@@ -179,16 +201,17 @@ class _Issue:
         """The layers of the forward and of the backward, as they run."""
         return list(range(self._depth[0])), list(reversed(range(self._depth[1])))
 
-    def has_two_parts(self, layer: int) -> bool:
+    def has(self, mb: str, layer: int, slot: Slot) -> bool:
+        """Whether a layer of the forward ("F") or the backward ("B") has this part, issued or not."""
+        return (layer, slot) in self._parts[mb]
+
+    def has_two_parts(self, mb: str, layer: int) -> bool:
         """Whether a layer without exchanges has a part for each token exchange of the layer beside it."""
-        parts = {key[:2] for nodes in self._left.values() for key in nodes}
-        return {(layer, Slot.PRE_DISPATCH), (layer, Slot.EXPERTS)} <= parts
+        return self.has(mb, layer, Slot.PRE_DISPATCH) and self.has(mb, layer, Slot.EXPERTS)
 
     def exchanges(self, i: int | None, j: int | None) -> bool:
         """Whether layer i of the forward or layer j of the backward exchanges tokens."""
-        return (i is not None and (i, Slot.DISPATCH) in self._exchange["F"]) or (
-            j is not None and (j, Slot.DISPATCH) in self._exchange["B"]
-        )
+        return any(layer is not None and self.has(mb, layer, Slot.DISPATCH) for mb, layer in (("F", i), ("B", j)))
 
     def w_before(self, layer: int | None) -> None:
         """Issue the weight gradients that are left of what the backward ran before this layer's experts."""
