@@ -104,8 +104,9 @@ class OverlappedModel(nn.Module):
         self.register_load_state_dict_pre_hook(_add_prefix)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `pickle` and `copy.deepcopy`: all but what was captured, which holds tensors of this very model."""
-        return {name: value for name, value in self.__dict__.items() if name != "_planner"}
+        """For `pickle` and `copy.deepcopy`: all but profiles, and what was captured, which holds its tensors."""
+        left_out = ("_planner", "_profiling", "_profiled")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

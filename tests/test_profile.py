@@ -218,6 +218,7 @@ def test_copies_and_pickles_begin_without_a_profile() -> None:
     for twin in (inside, copy.deepcopy(overlapped), pickle.loads(pickle.dumps(overlapped))):
         twin.step(batches(1))
         assert twin.report().profiled_steps == 0
+    assert b"StepProfile" not in pickle.dumps(overlapped)
 
 
 # --- failures and lifetimes -----------------------------------------------------------------------------------------
