@@ -276,3 +276,11 @@ def test_every_parameter_has_its_gradient_in_w(group: dist.ProcessGroup) -> None
     assert phases.keys() == dict(net.named_parameters()).keys()
     assert {each for each, phase in phases.items() if phase is not Phase.W} == set()
     assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_gradients_cannot_be_differentiated_again() -> None:
+    """Gradients written by hand save what they made on the way, through which a second derivative would not go."""
+    hidden = inputs(1, 6, 8)
+    (gradient,) = torch.autograd.grad(layer().double()(hidden).sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fxoverlap.models.short_conv import ShortConv
 
@@ -21,7 +22,7 @@ class Mamba2(nn.Module):
     x, B and C have gone through one `ShortConv`. The result is `out(norm(y * silu(z)) * gated_norm)`, where each group
     has a norm of its own. It is computed by the chunks of "Transformers are SSMs" (arXiv 2405.21060, section 6): inside
     a chunk as attention with decays for a mask, between chunks through their states. Decays are fp32 also in a bf16
-    model (fp64 in fp64).
+    model (fp64 in fp64). Gradients cannot be differentiated again.
 
     With `sequence_ids` int64 [batch, positions], non-decreasing along positions, state and convolution start anew in
     each sequence.
@@ -161,6 +162,7 @@ class _Mix(torch.autograd.Function):
         return torch.addcmul(diagonal, scores.to(decay.dtype), decay).to(scores.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         scores, decay = ctx.saved_tensors
         to_scores = grad * decay
@@ -194,6 +196,7 @@ class _GatedNorm(torch.autograd.Function):
         return normed.view(gate.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         y, gate, normed, scale = ctx.saved_tensors
         grad = grad.view(normed.shape)
