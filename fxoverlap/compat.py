@@ -71,18 +71,39 @@ _BATCH_NORMS = frozenset(
 )
 
 
+_LAID_OUT_AS: dict[Any, tuple[int, ...]] = {
+    torch.ops.aten.softplus_backward.default: (0, 1),
+    torch.ops.aten.hardswish_backward.default: (0, 1),
+    torch.ops.aten.hardsigmoid_backward.default: (0, 1),
+    torch.ops.aten.hardtanh_backward.default: (0, 1),
+    torch.ops.aten.logit_backward.default: (0, 1),
+    torch.ops.aten.native_dropout_backward.default: (0, 1),
+    torch.ops.aten.elu_backward.default: (0, 5),
+    torch.ops.aten.binary_cross_entropy_backward.default: (1,),
+    torch.ops.aten._log_softmax_backward_data.default: (),
+    torch.ops.aten.native_layer_norm_backward.default: (),
+    torch.ops.aten.mse_loss_backward.default: (),
+    torch.ops.aten.smooth_l1_loss_backward.default: (),
+    torch.ops.aten.huber_loss_backward.default: (),
+}
+"""Ops whose (first) result has the layout of an elementwise op of these arguments, of none: is contiguous."""
+
+
 def new_fake_mode() -> FakeTensorMode:
     """A fake mode in which shapes are static and only data-dependent sizes become symbols.
 
-    Batch norm and its backward lay their result out as their input suggests, contiguous or channels last; torch's fake
-    ones copy the strides of a transposed input. Ops that ask for the layout, such as reshape, would then be traced
-    otherwise than eager runs them, so the mode gives these results the layout of the real ones.
+    Some results of torch's fake ops do not have the layout of the real ones, where arguments are transposed. Ops that
+    ask for the layout, such as reshape and contiguous, would then be traced otherwise than eager runs them, so the mode
+    gives these results the real layout. Batch norm and its backward have the one that their input suggests, contiguous
+    or channels last; for the others see `_LAID_OUT_AS`.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     dispatch: Any = mode.dispatch
 
     def in_eagers_layout(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(func, types, args, kwargs)
+        if func in _LAID_OUT_AS:
+            return _laid_out(result, [args[i] for i in _LAID_OUT_AS[func]])
         if func not in _BATCH_NORMS or result[0] is None:
             return result
         source = args[1] if func is torch.ops.aten.native_batch_norm_backward.default else args[0]
@@ -92,6 +113,18 @@ def new_fake_mode() -> FakeTensorMode:
     # On the instance: higher-order ops look rules up by the exact type of a mode.
     mode.dispatch = in_eagers_layout  # type: ignore[method-assign]
     return mode
+
+
+def _laid_out(result: Any, operands: list[torch.Tensor]) -> Any:
+    """The first of an op's results laid out as an elementwise op of `operands`, or contiguous if there are none."""
+    if isinstance(result, tuple):
+        return (None if result[0] is None else _laid_out(result[0], operands), *result[1:])
+    if any(isinstance(size, torch.SymInt) for x in (result, *operands) for size in (*x.shape, *x.stride())):
+        return result
+    if not operands:
+        return result.contiguous()
+    strides = torch._prims_common.compute_elementwise_output_strides(*operands)
+    return result.new_empty_strided(result.shape, strides)
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, ScheduleNode
 from fxoverlap.passes.op_facts import aten
 
-# The traced layout of some results, such as the gradient of softplus, is not the one that they have. Eager then copies
-# where the trace has a view; a reshape does as eager does.
+# Results of custom ops may have another layout than their fake implementation says. Eager then copies where the trace
+# has a view; a reshape does as eager does.
 RUNS_AS = {aten.view.default: aten.reshape.default}
 
 

@@ -243,6 +243,46 @@ def test_fake_batch_norm_has_the_layout_of_the_real_one(x: Tensor, training: boo
     assert both(*fakes) == both(x, *ones)
 
 
+BACKWARDS: dict[Any, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
+    aten.softplus_backward.default: lambda g, x: (g, x, 1, 20),
+    aten.hardswish_backward.default: lambda g, x: (g, x),
+    aten.hardsigmoid_backward.default: lambda g, x: (g, x),
+    aten.hardtanh_backward.default: lambda g, x: (g, x, -1, 1),
+    aten.logit_backward.default: lambda g, x: (g, x),
+    aten.native_dropout_backward.default: lambda g, x: (g, x > 0.5, 2.0),
+    aten.elu_backward.default: lambda g, x: (g, 1, 1, 1, False, x),
+    aten.binary_cross_entropy_backward.default: lambda g, x: (g, x, x, None, 0),
+    aten._log_softmax_backward_data.default: lambda g, x: (g, x, -1, torch.float32),
+    aten.native_layer_norm_backward.default: lambda g, x: (g, x, [4], *[x[..., :1]] * 2, *[x[0, 0]] * 2, [True] * 3),
+    aten.mse_loss_backward.default: lambda g, x: (g, x, x, 0),
+    aten.smooth_l1_loss_backward.default: lambda g, x: (g, x, x, 0, 1.0),
+    aten.huber_loss_backward.default: lambda g, x: (g, x, x, 0, 1.0),
+}
+LAYOUTS = {
+    "contiguous": lambda: torch.rand(2, 3, 4),
+    "transposed": lambda: torch.rand(2, 4, 3).mT,
+    "permuted": lambda: torch.rand(3, 4, 2).permute(2, 0, 1),
+    "expanded": lambda: torch.rand(3, 1).expand(2, 3, 4),
+    "strided": lambda: torch.rand(2, 3, 8)[..., ::2],
+}
+
+
+def test_every_op_whose_fake_layout_is_corrected_is_tested() -> None:
+    assert set(BACKWARDS) == set(compat._LAID_OUT_AS)
+
+
+@pytest.mark.parametrize("op", BACKWARDS, ids=str)
+@pytest.mark.parametrize("of_input", LAYOUTS)
+@pytest.mark.parametrize("of_gradient", LAYOUTS)
+def test_fake_gradient_has_the_layout_of_the_real_one(op: Any, of_gradient: str, of_input: str) -> None:
+    given = LAYOUTS[of_gradient](), LAYOUTS[of_input]()
+    mode = compat.new_fake_mode()
+    fakes = [compat.fake_like(mode, each) for each in given]
+    real, fake = op(*BACKWARDS[op](*given)), op(*BACKWARDS[op](*fakes))
+    real, fake = (each[0] if isinstance(each, tuple) else each for each in (real, fake))
+    assert fake.stride() == real.stride()
+
+
 def test_draws_are_put_back() -> None:
     op = aten.bernoulli_.float
     before = dict(op.py_kernels)

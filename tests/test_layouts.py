@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from toys import train_both
+from toys import Made, train_both
 
 import fxoverlap as fxo
 
@@ -82,7 +82,7 @@ VIEWED: dict[str, Callable[[Tensor], Tensor]] = {
     "hardtanh": F.hardtanh,
     "dropout": lambda x: F.dropout(x, 0.3),
     "log softmax": lambda x: F.log_softmax(x, -1),
-    "layer norm": lambda x: F.layer_norm(x, (16,)),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "smooth l1 loss": lambda x: F.smooth_l1_loss(x, x.detach() + 1, reduction="none"),
     "binary cross entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid(), reduction="none"),
 }
@@ -91,6 +91,49 @@ VIEWED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", VIEWED)
 def test_view_of_a_gradient_that_lies_otherwise_than_traced(name: str) -> None:
     model = Net(nn.Identity(), viewed(VIEWED[name]))
+    assert train_both(model, lambda step: [(x.flatten(0, 1),) for (x,) in inputs(step)]) == []
+
+
+class Scale(torch.autograd.Function):
+    """x [..., n] times w [n]. The gradient of w is a sum over what is first made contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient * w, (gradient.contiguous() * x).sum((0, 1))
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_copy_of_a_gradient_that_lies_otherwise_than_its_input(name: str) -> None:
+    """Where a trace had the gradient contiguous and it is not, eager would copy it and sum in another order."""
+    generator = torch.Generator().manual_seed(0)
+    shift = torch.randn(4, 64, 37, generator=generator)
+    scale = nn.Parameter(torch.randn(64, generator=generator))
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return (VIEWED[name](Scale.apply(x, model.scale)).transpose(1, 2).contiguous() * shift).square().sum()
+
+    given = [(torch.randn(4, 37, 64, generator=generator),) for _ in range(2)]
+    assert train_both(Made(loss, scale=scale), lambda step: given, steps=1) == []
+
+
+@torch.library.custom_op("fxoverlap_tests::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """A copy of x [..., n, m] that lies transposed, which its fake implementation does not know."""
+    return x.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+turned.register_fake(torch.empty_like)
+turned.register_autograd(lambda ctx, gradient: turned(gradient))
+
+
+def test_view_of_what_a_custom_op_lays_out_otherwise_than_it_says() -> None:
+    model = Net(nn.Identity(), lambda _, x: turned(turned(x.view(4, 5, 16)).flatten(1).tanh()))
     assert train_both(model, lambda step: [(x.flatten(0, 1),) for (x,) in inputs(step)]) == []
 
 
