@@ -138,7 +138,8 @@ class PhysicalLayer:
     Attributes:
         fqn: its fully qualified name; a module that runs several times is as many layers.
         symbol: its symbol in the pattern, None without a pattern.
-        logical: index of its logical layer.
+        logical: number of its logical layer; equal numbers are one layer. A layer with several dispatches is cut into
+            more logical layers, so the `layer` of schedule nodes may count on.
     """
 
     fqn: str

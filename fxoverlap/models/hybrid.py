@@ -39,7 +39,7 @@ class HybridModel(nn.Module):
         dropout: probability, on the output of every layer before its residual.
         tied: the head uses the embedding's weight.
         group: expert-parallel process group; None: all experts are local and nothing is exchanged.
-        max_positions: length of the longest sequence.
+        max_positions: length of the longest row, however many sequences it packs.
         seed: of the weights; None: they are drawn from torch's generator. One seed gives one model, on every rank and
             for every group size, a rank's experts being a slice of all.
 
