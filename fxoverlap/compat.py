@@ -490,9 +490,10 @@ def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> 
     return LazyGraphModule(root, graph, name)
 
 
-def forward_of(module: fx.GraphModule) -> Callable[..., Any]:
+def forward_of(module: nn.Module) -> Callable[..., Any]:
     """The forward of a graph module, its code generated."""
-    LazyGraphModule.force_recompile(module)
+    if isinstance(module, LazyGraphModule):
+        module.real_recompile()
     return module.forward
 
 

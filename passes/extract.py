@@ -24,7 +24,7 @@ from fxoverlap.passes.op_facts import aten
 
 # Results of custom ops may have another layout than their fake implementation says. Eager then copies where the trace
 # has a view; a reshape does as eager does.
-RUNS_AS = {aten.view.default: aten.reshape.default}
+RUNS_AS: dict[Any, Any] = {aten.view.default: aten.reshape.default}
 
 
 def extract(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:

@@ -40,8 +40,9 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
     """
     del costs, config
     issue = _Issue(f, b)
-    pairs = zip_longest(*([(layer,) for layer in layers] for layers in issue.layers()), fillvalue=())
-    return _interleave(issue, list(pairs), _counts_then_combine)
+    forward, backward = ([(layer,) for layer in layers] for layers in issue.layers())
+    pairs: list[Beside] = list(zip_longest(forward, backward, fillvalue=()))
+    return _interleave(issue, pairs, _counts_then_combine)
 
 
 def auto(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
