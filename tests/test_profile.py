@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import RawModel, batches, eager_step, same_bits, toy, train_both
@@ -48,6 +49,22 @@ class Profiled(fxo.OverlappedModel):
             return super().step(microbatches, outputs)
 
 
+class Transposed(nn.Module):
+    """All-to-alls of fixed sizes, of tensors that do not lie as they are sent."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.name = nn.Embedding(32, 16), group.group_name
+        self.linear, self.head = nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens).flatten(0, 1)
+        sent = funcol.all_to_all_single_autograd(x.t(), None, None, self.name)
+        back = funcol.all_to_all_single_autograd(self.linear(sent.t()).t(), None, None, self.name)
+        return nn.functional.cross_entropy(self.head(back.t()), targets.flatten())
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -56,8 +73,9 @@ class Profiled(fxo.OverlappedModel):
         lambda group: toy("[*E]", group, dropout=0.25),
         lambda group: toy("*-"),
         lambda group: RawModel(group),
+        Transposed,
     ],
-    ids=["moe", "bf16", "dropout", "no group", "raw"],
+    ids=["moe", "bf16", "dropout", "no group", "raw", "transposed"],
 )
 def test_profiled_steps_equal_eager(group: dist.ProcessGroup, make: Callable[[Any], nn.Module]) -> None:
     overlapped = Profiled(make(group), fxo.OverlapConfig())

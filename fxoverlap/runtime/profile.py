@@ -212,7 +212,7 @@ def _launch(op: Any, args: tuple[Any, ...], flight: Flight) -> Any:
         return compat.all_to_all_with_arrival(x.contiguous(), received, sent, group, flight.arrive)
     if op is ALL_TO_ALL:
         x, received, sent, group = args
-        return compat.all_to_all_with_arrival(x, list(received), list(sent), group, flight.arrive)
+        return compat.all_to_all_with_arrival(x.contiguous(), list(received), list(sent), group, flight.arrive)
     return op(*args)
 
 
