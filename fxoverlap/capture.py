@@ -34,6 +34,7 @@ from fxoverlap.microbatch import Microbatch, flatten, unflatten
 from fxoverlap.refusals import (
     check_replacement,
     check_signature,
+    check_trace_folders,
     refuse_carried_state,
     refuse_checkpoint,
     refuse_effects,
@@ -93,6 +94,7 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     """Trace `model` on `microbatch`. Raises CaptureError, UnsupportedError."""
     refuse_what_cannot_be_traced(model, config)
     check_signature(model, microbatch)
+    check_trace_folders()
     parts = flatten(microbatch)
     leaves = tuple(i for i, value in enumerate(parts.values) if isinstance(value, torch.Tensor))
     mode = compat.new_fake_mode()

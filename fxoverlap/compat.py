@@ -622,6 +622,12 @@ def writes_traces() -> bool:
     return any(getattr(handler, "root_dir", "") is not None for handler in handlers)
 
 
+def trace_folders() -> list[str]:
+    """The folders that torch writes structured logs to."""
+    folders = (getattr(handler, "root_dir", None) for handler in torch._logging._internal.trace_log.handlers)
+    return [folder for folder in folders if folder is not None]
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add an artifact to torch's structured log. `text` is called only if there is one."""
     if writes_traces():

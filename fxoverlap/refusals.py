@@ -8,6 +8,7 @@ it is traced, and the traced graph.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -51,6 +52,17 @@ def check_signature(model: nn.Module, microbatch: Microbatch) -> None:
             f"The microbatch ({', '.join(given)}) does not fit {type(model).__name__}.forward{signature}: {error}. "
             f"step takes a list of microbatches, each a tuple of positional arguments or a dict of keyword arguments."
         ) from error
+
+
+def check_trace_folders() -> None:
+    """Raise CaptureError if torch's structured log, which a trace writes to, has a folder that cannot be made."""
+    for folder in compat.trace_folders():
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise CaptureError(
+                f"TORCH_TRACE is {folder!r}, expected a folder that can be written: {error}. Name another one, or none."
+            ) from error
 
 
 def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> None:

@@ -170,6 +170,12 @@ def test_graphs_of_any_model_have_texts(group: dist.ProcessGroup, monkeypatch: p
     assert dumps.text(None) == "None\n"
 
 
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = in_a_new_process("steps", tmp_path / "file")
+    assert f"CaptureError: TORCH_TRACE is '{tmp_path}/file', expected a folder that can be written" in done.stderr
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "no text":
         dumps.text = fail
