@@ -1,12 +1,10 @@
 """Mamba-2: a selective state space layer, computed chunk by chunk."""
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fxoverlap.models.short_conv import ShortConv
 
@@ -22,7 +20,7 @@ class Mamba2(nn.Module):
     x, B and C have gone through one `ShortConv`. The result is `out(norm(y * silu(z)) * gated_norm)`, where each group
     has a norm of its own. It is computed by the chunks of "Transformers are SSMs" (arXiv 2405.21060, section 6): inside
     a chunk as attention with decays for a mask, between chunks through their states. Decays are fp32 also in a bf16
-    model (fp64 in fp64). Gradients cannot be differentiated again.
+    model (fp64 in fp64).
 
     With `sequence_ids` int64 [batch, positions], non-decreasing along positions, state and convolution start anew in
     each sequence.
@@ -92,9 +90,11 @@ class Mamba2(nn.Module):
         xbc = self.conv(xbc.view(batch, chunks * size, -1), ids)
         if ids is not None:
             ids = ids.view(batch, 1, 1, chunks, size, 1)
-        y = self._scan(xbc, dt, ids, chunks)
-        y = _GatedNorm.apply(y, F.silu(z), self.groups) * self.gated_norm
-        out = self.out(y).view(batch, -1, dim)
+        y = self._scan(xbc, dt, ids, chunks) * F.silu(z)
+        # Small steps make y small, for which the epsilon is larger than RMSNorm's own.
+        y = y.unflatten(1, (self.groups, -1))
+        y = F.rms_norm(y, y.shape[-1:], eps=1e-5).flatten(1)
+        out = self.out(y * self.gated_norm).view(batch, -1, dim)
         if padding:
             out = out[:, :positions]
         if self.dropout:
@@ -102,105 +102,55 @@ class Mamba2(nn.Module):
         return hidden + out
 
     def _scan(self, xbc: Tensor, dt: Tensor, ids: Tensor | None, chunks: int) -> Tensor:
-        """x, B and C [batch, positions, channels], raw dt [batch * positions, heads] -> y [batch, positions, heads, p].
+        """x, B and C [batch, positions, channels], raw dt [batch * positions, heads] -> y [batch * positions, inner].
 
-        All else is [batch, groups, heads of a group, chunks, positions of a chunk, ...], as `ids` are, or for products,
-        [these but the last two, ...].
+        Tensors inside are [batch, groups, heads of a group, chunks, i, j], as `ids` are: i is a position of the chunk,
+        j another one or a channel. Matrix products take the dimensions before i as one. Comments have the letters and
+        section numbers of the paper.
         """
         batch, positions, _ = xbc.shape
         size = positions // chunks
-        g, h, n, p = self.groups, self.heads // self.groups, self.state_dim, self.head_dim
+        groups, share, state, width = self.groups, self.heads // self.groups, self.state_dim, self.head_dim
         dtype, wide = xbc.dtype, torch.promote_types(xbc.dtype, torch.float32)
-        x, b, c = xbc.split((g * h * p, g * n, g * n), -1)
-        x = x.view(batch, positions, g * h, p).transpose(1, 2).reshape(-1, size, p)
-        b, c = (each.view(batch, chunks, size, g, 1, n).permute(0, 3, 4, 1, 2, 5) for each in (b, c))
-        scores = torch.bmm(c.reshape(-1, size, n), b.reshape(-1, size, n).mT).view(batch, g, 1, chunks, size, size)
 
-        # Contiguous, as its gradient is: a trace has softplus's gradient in the layout of the input, where they differ.
-        dt = (dt.to(wide) + self.dt_bias.to(wide)).view(batch, chunks, size, g, h, 1).permute(0, 3, 4, 1, 2, 5)
+        x, b, c = xbc.split((self.heads * width, groups * state, groups * state), -1)
+        x = x.view(batch, positions, self.heads, width).transpose(1, 2).reshape(-1, size, width)
+        b, c = (each.view(batch, chunks, size, groups, 1, state).permute(0, 3, 4, 1, 2, 5) for each in (b, c))
+
+        dt = (dt.to(wide) + self.dt_bias.to(wide)).view(batch, chunks, size, groups, share, 1).permute(0, 3, 4, 1, 2, 5)
         # The least number keeps the logarithm finite where softplus is 0.
-        dt = F.softplus(dt.contiguous()) + torch.finfo(wide).tiny
-        log = (dt * -self.A_log.to(wide).exp().view(g, h, 1, 1, 1)).cumsum(-2)
-        # exp(log[i] - source[j]) is how much of x[j] is in the state at i, exp(log[i]) how much of the state before.
-        source = log - dt.log()
-        last = log[..., -1:, :]
-        total = last.cumsum(-3).squeeze(-1)
-        into, out_of = log.exp(), (last - source).exp()
+        dt = F.softplus(dt) + torch.finfo(wide).tiny
+        a = -self.A_log.to(wide).exp().view(groups, share, 1, 1, 1)
+        # exp(log_decay[i]) = A_i ... A_0, and exp(log_decay[i] - log_source[j]) = A_i ... A_(j+1) dt_j.
+        log_decay = (dt * a).cumsum(-2)
+        log_source = log_decay - dt.log()
+        log_chunk = log_decay[..., -1:, :]
+        log_end = log_chunk.squeeze(-1).cumsum(-2)  # of each chunk, from the beginning of the first
+        log_begin = F.pad(log_end, (0, 0, 1, -1))
+        from_begin, to_end = log_decay.exp(), (log_chunk - log_source).exp()
 
+        # To be added to exponents: the exponential of what is masked may be inf, and inf * 0 in the backward is nan.
         future = torch.full((size, size), -torch.inf, dtype=wide, device=x.device).triu(1)
         later = torch.full((chunks, chunks), -torch.inf, dtype=wide, device=x.device).triu()
         if ids is not None:
             first_id, last_id = ids[..., :1, :], ids[..., -1:, :]
             future = future.masked_fill(ids != ids.mT, -torch.inf)
             later = later.masked_fill(first_id.squeeze(-1) != last_id.squeeze(-1).mT, -torch.inf)
-            into, out_of = into * (ids == first_id), out_of * (ids == last_id)
+            from_begin, to_end = from_begin * (ids == first_id), to_end * (ids == last_id)
 
-        mix = _Mix.apply(scores, log, source, self.D.to(wide).view(g, h, 1, 1, 1), future).view(-1, size, size)
-        carry = (F.pad(total, (0, 0, 1, -1)) - total.mT + later).exp().to(dtype).view(-1, chunks, chunks)
-        # The decays come first, for the product to have their layout.
-        b = (out_of * b).to(dtype).view(-1, size, n)
-        c = (into * c).to(dtype).view(-1, size, n)
-        states = torch.bmm(b.mT, x).view(-1, chunks, n * p)
-        states = torch.bmm(carry, states).view(-1, n, p)
-        y = torch.baddbmm(torch.bmm(mix, x), c, states)
-        return y.view(batch, g * h, positions, p).transpose(1, 2)
+        # Diagonal blocks (6.1): (L * C B^T) X, dt being in L.
+        scores = torch.bmm(c.flatten(0, 3), b.flatten(0, 3).mT).view(batch, groups, 1, chunks, size, size)
+        mix = scores * (log_decay - log_source.mT + future).exp()
+        y = torch.bmm(mix.to(dtype).flatten(0, 3), x)
+        # Right factors (6.2): what each chunk adds to the state, decayed to its end.
+        states = torch.bmm((to_end * b).to(dtype).flatten(0, 3).mT, x)
+        # Center factors: the state before each chunk, of what the chunks before added.
+        carry = (log_begin - log_end.mT + later).exp().to(dtype).flatten(0, 2)
+        states = torch.bmm(carry, states.view(-1, chunks, state * width)).view(-1, state, width)
+        # Left factors: what each position reads of that state.
+        y = torch.baddbmm(y, (from_begin * c).to(dtype).flatten(0, 3), states)
 
-
-class _Mix(torch.autograd.Function):
-    """The matrix between the x and the y of a chunk: `scores[i, j] * exp(rise[i] - fall[j] + mask[i, j])`, plus `skip`
-    on the diagonal.
-
-    `rise` and `fall` are [..., size, 1]; `mask` [..., size, size] is 0 or -inf. In the dtype of `scores`. What autograd
-    makes of it has twice the operations: the gradients of exponential and product have a factor in common.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, rise: Tensor, fall: Tensor, skip: Tensor, mask: Tensor) -> Tensor:
-        decay = (rise - fall.mT + mask).exp()
-        ctx.save_for_backward(scores, decay)
-        diagonal = skip * torch.eye(mask.shape[-1], dtype=skip.dtype, device=skip.device)
-        return torch.addcmul(diagonal, scores.to(decay.dtype), decay).to(scores.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        scores, decay = ctx.saved_tensors
-        to_scores = grad * decay
-        to_exponent = to_scores * scores
-        to_skip = grad.diagonal(dim1=-2, dim2=-1).sum((0, 3, 4), dtype=decay.dtype)
-        return (
-            to_scores.sum(2, keepdim=True).to(scores.dtype),
-            to_exponent.sum(-1, keepdim=True),
-            -to_exponent.sum(-2, keepdim=True).mT,
-            to_skip.view(*to_skip.shape, 1, 1, 1),
-            None,
-        )
-
-
-class _GatedNorm(torch.autograd.Function):
-    """`y * gate` over its root mean square in each group of channels: y [B, T, H, P], gate [B * T, H * P] -> gate's.
-
-    Half as many operations as autograd makes of it. `EPS` is added to the mean square, which small steps make small.
-    """
-
-    EPS = 1e-5
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, gate: Tensor, groups: int) -> Tensor:
-        wide = torch.promote_types(y.dtype, torch.float32)
-        # The gate comes first, for the product to have its layout.
-        product = (gate.view(y.shape) * y).view(len(gate), groups, -1).to(wide)
-        scale = (product.square().mean(-1, keepdim=True) + _GatedNorm.EPS).rsqrt()
-        normed = (product * scale).to(y.dtype)
-        ctx.save_for_backward(y, gate, normed, scale)
-        return normed.view(gate.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        y, gate, normed, scale = ctx.saved_tensors
-        grad = grad.view(normed.shape)
-        along = (grad * normed).mean(-1, keepdim=True, dtype=scale.dtype)
-        grad = (torch.addcmul(grad.to(scale.dtype), normed.to(scale.dtype), along, value=-1) * scale).to(y.dtype)
-        grad = grad.view(y.shape)
-        return gate.view(y.shape) * grad, (grad * y).view(gate.shape), None
+        # D x, past the state.
+        x, y = (each.view(batch, self.heads, positions, width) for each in (x, y))
+        y = torch.addcmul(y, x, self.D.to(dtype).view(-1, 1, 1))
+        return y.transpose(1, 2).reshape(batch * positions, -1)
