@@ -35,7 +35,7 @@ class GatedDeltaNet(nn.Module):
         heads: value heads.
         key_heads: None: as many as `heads`.
         key_dim, value_dim: width of a key head and of a value head; None: `dim` // `heads`.
-        conv: width of the convolution.
+        conv_width: taps of the convolution.
         chunk: tokens that are computed at once. Does not change the result: a large one costs chunk ** 2 products a
             chunk, a small one more states and more operators.
 
@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
         *,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        conv: int = 4,
+        conv_width: int = 4,
         chunk: int = 64,
         dropout: float = 0.0,
         generator: torch.Generator | None = None,
@@ -72,7 +72,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = nn.RMSNorm(dim)
         self.qkv_gate_b_a = nn.Linear(dim, 2 * self.keys + 2 * self.values + 2 * heads, bias=False)
         nn.init.normal_(self.qkv_gate_b_a.weight, std=dim**-0.5, generator=generator)
-        self.conv = ShortConv(2 * self.keys + self.values, conv, generator=generator)
+        self.conv = ShortConv(2 * self.keys + self.values, conv_width, generator=generator)
         # As Mamba-2 begins: rates between 1 and 16, steps between 0.001 and 0.1, evenly in their logarithm.
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16, generator=generator).log_())
         step = torch.empty(heads).uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()

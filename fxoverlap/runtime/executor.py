@@ -53,7 +53,10 @@ def run(
     progress.forward, progress.backward = forward, backward
     if backward is not None:
         backward.check_parameters()
-    issue = _issue if recorder is None else functools.partial(_issue_recorded, recorder.next_program())
+    issue = _issue
+    if recorder is not None:
+        recorder.next_program()
+        issue = functools.partial(_issue_recorded, recorder)
     for progress.index, operation in enumerate(program.operations):
         state = forward if operation.of_forward else backward
         assert state is not None

@@ -118,10 +118,9 @@ class Recorder:
         self._runs: list[NodeRun] = []
         self._flying: dict[int, Flight] = {}  # by storage of the result, which is alive until the wait
 
-    def next_program(self) -> Recorder:
+    def next_program(self) -> None:
         """What begins from here on belongs to the next program."""
         self._program += 1
-        return self
 
     def begin_node(self, instance: Instance, microbatch: int) -> None:
         """A node instance begins."""
