@@ -25,7 +25,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {"heads": 2},
     "grouped": {"heads": 4, "key_heads": 2, "key_dim": 3, "value_dim": 5},
-    "one key head": {"heads": 3, "key_heads": 1, "key_dim": 6, "value_dim": 4, "conv": 2},
+    "one key head": {"heads": 3, "key_heads": 1, "key_dim": 6, "value_dim": 4, "conv_width": 2},
 }
 # Positions and chunk: the chunk divides or does not, is longer, is one token; 1, 2, 3, 4, 7, 8 and 13 chunks.
 LENGTHS = [(16, 4), (13, 4), (7, 64), (1, 64), (5, 5), (13, 2), (13, 1), (15, 8), (32, 4), (11, 4)]
