@@ -210,9 +210,11 @@ class NodeCost:
     Attributes:
         flops: floating point operations.
         bytes_moved: bytes that it reads and writes.
-        bytes_sent: bytes that its exchanges send, 0 in compute nodes.
+        bytes_sent: bytes that its exchanges send, the rank's own part included; 0 in compute nodes.
         allocated: bytes of the values that it makes and hands on.
         freed: bytes of the values that die with it.
+        ranks: ranks of the group of its exchanges, 1 in compute nodes.
+        seconds: time that it takes on its lane when nothing else runs; an exchange until its data has come.
     """
 
     flops: int = 0
@@ -220,6 +222,8 @@ class NodeCost:
     bytes_sent: int = 0
     allocated: int = 0
     freed: int = 0
+    ranks: int = 1
+    seconds: float = 0.0
 
 
 CostTable = Mapping[str, NodeCost]
@@ -236,6 +240,8 @@ class ChunkGraph:
         effects: (earlier, later) names of nodes whose random draws or buffer accesses must keep their order.
         layers: number of logical layers.
         costs: by node name (after the pass `bytes`).
+        buffers: (name of the storage, its bytes at balanced routing) of each value that an op makes and another node
+            reads (after the pass `bytes`); views share a storage.
         modules: by node name, the node's ops as a module with boxed arguments; structurally identical nodes share one
             (after the pass `extract`).
     """
@@ -245,6 +251,7 @@ class ChunkGraph:
     effects: tuple[tuple[str, str], ...] = ()
     layers: int = 0
     costs: CostTable = field(default_factory=dict)
+    buffers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
 
     stage = "chunk"
@@ -255,7 +262,7 @@ class ValueRef:
     """A value of one microbatch (`node.meta["fxoverlap"]` of a fused graph's placeholders and getitems).
 
     Attributes:
-        mb: "F" or "B", as in `Instance`.
+        mb: as in `Instance`.
         value: name of the value in the microbatch's joint graph.
     """
 
@@ -269,7 +276,7 @@ class Instance:
 
     Attributes:
         node: what runs.
-        mb: which microbatch: "F" the one whose forward runs, "B" the one whose backward runs.
+        mb: which microbatch of the plan, as in `Plan.chunks`.
         frees: values of that microbatch that die with this instance (after the pass `lifetime`).
     """
 
@@ -281,25 +288,53 @@ class Instance:
         return f"{self.node.name}  mb={self.mb}  lane={self.node.lane.value}"
 
 
+def runs_forward(mb: str) -> bool:
+    """Whether a microbatch of a plan (`Instance.mb`) runs its forward; else its backward."""
+    return mb.startswith("F")
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The order of the node instances of one fused step.
 
     Attributes:
-        kind: "F", "FB" or "B".
-        forward, backward: the chunk graphs whose F (or B and W) nodes it holds, None where it holds none.
+        kind: "F", "FB", "B", or of two microbatches in the same phase "FF", "BB".
+        chunks: the chunk graph of each of its microbatches. "F" is the one whose forward runs, "B" the one whose
+            backward runs; "F0" and "F1", or "B0" and "B1", are the earlier and the later of two.
         order: the instances, in the order in which the host issues them.
     """
 
     kind: str
-    forward: ChunkGraph | None
-    backward: ChunkGraph | None
+    chunks: Mapping[str, ChunkGraph]
     order: tuple[Instance, ...]
 
     stage = "plan"
 
+    @property
+    def forward(self) -> ChunkGraph | None:
+        """The chunk graph of microbatch "F"."""
+        return self.chunks.get("F")
+
+    @property
+    def backward(self) -> ChunkGraph | None:
+        """The chunk graph of microbatch "B"."""
+        return self.chunks.get("B")
+
     def __str__(self) -> str:
         return "\n".join(str(instance) for instance in self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One plan of a step, and the microbatches that it works on. A step is a sequence of rounds.
+
+    Attributes:
+        plan: what runs.
+        microbatches: position in the step of the microbatch that each `Instance.mb` of the plan stands for.
+    """
+
+    plan: Plan
+    microbatches: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

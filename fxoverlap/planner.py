@@ -171,7 +171,7 @@ class Planner:
         if key not in self._fingerprints:
             lines = [f"{name} = {_stable(getattr(self._config, name))}" for name in _COMPARED]
             plans = [built.fused.plan for built in programs]
-            chunks = [chunk for plan in plans for chunk in (plan.forward, plan.backward) if chunk is not None]
+            chunks = [chunk for plan in plans for chunk in plan.chunks.values()]
             texts = dict.fromkeys([*map(_effects_table, chunks), *map(str, plans)])
             lines += [line for text in texts for line in text.splitlines()]
             number = {text: i for i, text in enumerate(texts)}
@@ -235,8 +235,7 @@ class Planner:
 
 def _dump(plan: Plan) -> None:
     """Add a plan to torch's structured log, as it is printed and with the nodes that it orders."""
-    chunk = plan.forward or plan.backward
-    assert chunk is not None
+    chunk = next(iter(plan.chunks.values()))
     compat.trace_artifact(f"fxoverlap_plan_{plan.kind}", lambda: str(plan))
     compat.trace_artifact(f"fxoverlap_golden_{plan.kind}", lambda: golden(chunk, plan))
 

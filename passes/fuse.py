@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import META, ChunkGraph, FusedGraph, Instance, Phase, Plan, ValueRef
+from fxoverlap.ir import META, ChunkGraph, FusedGraph, Instance, Phase, Plan, ValueRef, runs_forward
 
 
 def fuse(plan: Plan, config: OverlapConfig) -> FusedGraph:
@@ -23,8 +23,7 @@ def fuse(plan: Plan, config: OverlapConfig) -> FusedGraph:
     graph, root, names = fx.Graph(), nn.Module(), _ModuleNames()
     env = {ref: _placeholder(graph, ref) for ref in _alive_before(plan)}
     for instance in plan.order:
-        chunk = _chunk(plan, instance.mb)
-        module = chunk.modules[instance.node.name]
+        module = plan.chunks[instance.mb].modules[instance.node.name]
         target = names.of(module, instance)
         root.add_module(target, module)
         # One list, which the boxed module empties.
@@ -58,12 +57,6 @@ class _ModuleNames:
         return self._by_module[id(module)]
 
 
-def _chunk(plan: Plan, mb: str) -> ChunkGraph:
-    chunk = plan.forward if mb == "F" else plan.backward
-    assert chunk is not None
-    return chunk
-
-
 def _name(mb: str, text: str) -> str:
     return f"{mb.lower()}_{text.replace('.', '_')}"
 
@@ -82,13 +75,14 @@ def _alive_before(plan: Plan) -> list[ValueRef]:
 
 def _alive_after(plan: Plan) -> list[ValueRef]:
     """What is handed on: what the backward will read, the results of the forward, and gradients."""
-    kept: dict[str, set[str]] = {}
-    if plan.forward is not None:
-        kept["F"] = kept_after_forward(plan.forward)
-    if plan.backward is not None:
-        kept["B"] = {value for value, _ in _gradients(plan.backward)}
+    kept = {mb: _kept_after(mb, chunk) for mb, chunk in plan.chunks.items()}
     written = (ValueRef(i.mb, value) for i in plan.order for value in i.node.writes if value in kept[i.mb])
     return list(dict.fromkeys(written))
+
+
+def _kept_after(mb: str, chunk: ChunkGraph) -> set[str]:
+    """What is handed on of one microbatch of a plan."""
+    return kept_after_forward(chunk) if runs_forward(mb) else {value for value, _ in _gradients(chunk)}
 
 
 def kept_after_forward(chunk: ChunkGraph) -> set[str]:

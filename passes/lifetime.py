@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch import fx
 
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import META, ChunkGraph, FusedGraph, Lane, Plan, ValueRef
+from fxoverlap.ir import META, ChunkGraph, FusedGraph, Lane, Plan, ValueRef, runs_forward
 from fxoverlap.passes.fuse import kept_after_forward
 
 
@@ -64,11 +64,10 @@ def _deaths(calls: list[fx.Node]) -> dict[ValueRef, int]:
 
 def _kept(plan: Plan) -> set[ValueRef]:
     kept: set[ValueRef] = set()
-    for mb, chunk in (("F", plan.forward), ("B", plan.backward)):
-        if chunk is not None:
-            kept |= {ValueRef(mb, value) for value in _inputs(chunk)}
-    if plan.forward is not None:
-        kept |= {ValueRef("F", value) for value in kept_after_forward(plan.forward)}
+    for mb, chunk in plan.chunks.items():
+        kept |= {ValueRef(mb, value) for value in _inputs(chunk)}
+        if runs_forward(mb):
+            kept |= {ValueRef(mb, value) for value in kept_after_forward(chunk)}
     return kept
 
 

@@ -27,7 +27,7 @@ from torch import fx
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import VerifyError
-from fxoverlap.ir import META, FusedGraph, Instance, Lane, Phase, ValueRef
+from fxoverlap.ir import META, FusedGraph, Instance, Lane, Phase, ValueRef, runs_forward
 from fxoverlap.ops.events import record_event, wait_event
 from fxoverlap.passes import op_facts
 
@@ -61,9 +61,8 @@ def _check_node_set(fused: FusedGraph) -> None:
     calls = [node.meta[META] for node in fused.module.graph.nodes if node.op == "call_module"]
     found = Counter((instance.node.name, instance.mb) for instance in calls)
     expected: set[tuple[str, str]] = set()
-    for mb, chunk in (("F", fused.plan.forward), ("B", fused.plan.backward)):
-        if chunk is not None:
-            expected |= {(n.name, mb) for n in chunk.nodes if (n.phase is Phase.F) == (mb == "F")}
+    for mb, chunk in fused.plan.chunks.items():
+        expected |= {(n.name, mb) for n in chunk.nodes if (n.phase is Phase.F) == runs_forward(mb)}
     for (name, mb), count in found.items():
         if (name, mb) not in expected:
             raise VerifyError(f"wrong microbatch: {name} runs for microbatch {mb}, to which it does not belong.")
@@ -144,7 +143,7 @@ class _Walk:
     def hand_on(self, refs: list[ValueRef]) -> None:
         """What is read when the step is over must be alive; gradients have been delivered by then."""
         for ref in refs:
-            if ref.mb == "F" and ref in self.freed:
+            if runs_forward(ref.mb) and ref in self.freed:
                 raise VerifyError(
                     f"read after free: {ref.value!r} is handed on behind the forward, but an earlier node freed it."
                 )

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from fxoverlap.ir import Lane, Slot
 from fxoverlap.runtime import NodeRun, StepProfile
-
-Interval = tuple[float, float]
+from fxoverlap.schedule.intervals import Interval, common, length
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,7 @@ _Figures = tuple[float, float, float, float | None]
 def _figures(runs: Sequence[NodeRun], begin: int, end: int, exchanges: Sequence[Transfer]) -> _Figures:
     flights = [(e.launched, e.end) for e in exchanges if e.run.instance.node.slot is not Slot.COUNTS]
     exposed = sum(wait.end - wait.begin for run in runs for wait in run.waits)
-    in_flight = sum(b - a for a, b in union(flights))
-    return (end - begin) / 1e6, in_flight / 1e6, exposed / 1e6, computing_pct(flights, _idle(runs))
+    return (end - begin) / 1e6, length(flights) / 1e6, exposed / 1e6, computing_pct(flights, _idle(runs))
 
 
 def _steady_figures(step: StepProfile) -> _Figures | None:
@@ -131,19 +129,6 @@ def computing_pct(flights: Iterable[Interval], idle: Iterable[Interval]) -> floa
         flights: when exchanges are in flight; they may overlap.
         idle: when the rank launches or waits; no two of them overlap.
     """
-    in_flight = union(flights)
-    total = sum(end - begin for begin, end in in_flight)
-    waiting = list(idle)
-    lost = sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in in_flight for b in waiting)
-    return 100 * (1 - lost / total) if total else None
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals that touch; in order."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
+    in_flight = list(flights)
+    total = length(in_flight)
+    return 100 * (1 - common(in_flight, idle) / total) if total else None

@@ -51,7 +51,7 @@ def reasons(plan: Plan, microbatches: int | None, delay_wgrad: bool) -> tuple[st
             f"few tokens: the largest exchange sends {largest / 1e3:.1f} KB, so latency counts, and there is little "
             f"work to hide it behind; give microbatches more tokens"
         )
-    works = [_work(chunk) for chunk in (plan.forward, plan.backward) if chunk is not None]
+    works = [_work(chunk) for chunk in plan.chunks.values()]
     if max(works) > UNEVEN * min(works):
         found.append(
             f"uneven microbatches: the forward of one is {max(works) / 1e6:.2f} MFLOP, of the one beside it "
@@ -60,19 +60,13 @@ def reasons(plan: Plan, microbatches: int | None, delay_wgrad: bool) -> tuple[st
     return tuple(found)
 
 
-def _chunk(instance: Instance, plan: Plan) -> ChunkGraph:
-    chunk = plan.forward if instance.mb == "F" else plan.backward
-    assert chunk is not None
-    return chunk
-
-
 def _flops(instance: Instance, plan: Plan) -> int:
-    cost = _chunk(instance, plan).costs.get(instance.node.name)
+    cost = plan.chunks[instance.mb].costs.get(instance.node.name)
     return cost.flops if cost is not None else 0
 
 
 def _sent(instance: Instance, plan: Plan) -> int:
-    cost = _chunk(instance, plan).costs.get(instance.node.name)
+    cost = plan.chunks[instance.mb].costs.get(instance.node.name)
     return cost.bytes_sent if cost is not None and instance.node.lane is Lane.COMM else 0
 
 

@@ -171,9 +171,8 @@ class Recorder:
         for flight in self._flying.values():
             flight.end = end if flight.seen is None else flight.seen  # nothing waits for it
         for run in self._runs:
-            plan = plans[run.program]
-            chunk = plan.forward if run.instance.mb == "F" else plan.backward
-            cost = chunk.costs.get(run.instance.node.name) if chunk is not None else None
+            chunk = plans[run.program].chunks[run.instance.mb]
+            cost = chunk.costs.get(run.instance.node.name)
             run.flops = cost.flops if cost is not None else 0
         return StepProfile(self._begin, end, tuple(self._runs))
 

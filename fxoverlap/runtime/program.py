@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxoverlap import compat
-from fxoverlap.ir import META, FusedGraph, GraphInput, InputKind, Instance, ValueRef
+from fxoverlap.ir import META, FusedGraph, GraphInput, InputKind, Instance, ValueRef, runs_forward
 from fxoverlap.ops.collectives import WAIT, is_collective
 from fxoverlap.runtime.profile import launch, wait
 from fxoverlap.runtime.state import Layout
@@ -72,7 +72,7 @@ def lower(fused: FusedGraph, forward: Layout | None, backward: Layout | None) ->
             if module not in callables:
                 callables[module] = _watched(module), _launches(module)
             call, launches = callables[module]
-            final = targets if instance.mb == "B" else {}
+            final = {} if runs_forward(instance.mb) else targets
             operations.append(_operation(node, call, launches, instance, layout, final))
     return Program(tuple(operations))
 
@@ -120,7 +120,7 @@ def _operation(
     return Operation(
         instance,
         call,
-        instance.mb == "F",
+        runs_forward(instance.mb),
         reads=tuple(layout.index[value] for value in read),
         writes=tuple(
             layout.index[written[i]] if i in written and written[i] not in instance.frees else None

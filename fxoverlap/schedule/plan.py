@@ -36,7 +36,8 @@ def build_plan(f: ChunkGraph | None, b: ChunkGraph | None, config: OverlapConfig
     for mb, chunk in (("F", f), ("B", b)):
         if chunk is not None:
             _check_legal([node for node, each in order if each == mb], chunk, mb)
-    return Plan(kind, f, b, tuple(Instance(node, mb) for node, mb in order))
+    chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
+    return Plan(kind, chunks, tuple(Instance(node, mb) for node, mb in order))
 
 
 def _as_order(returned: object) -> Order:

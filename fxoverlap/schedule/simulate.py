@@ -1,0 +1,205 @@
+"""A step as it would run on a machine: discrete events over lanes.
+
+In:  the rounds of a step, the costs of their nodes by name, and a `Hardware`.
+Out: a `Simulation`: when each node instance runs, and the figures that follow.
+
+The machine:
+- the host issues the instances in plan order, one after the other, and needs `node_s` for each. Where it does not run
+  ahead (a CPU) it is the compute lane itself: it issues an instance when it is done with those before;
+- the compute lane runs its instances in the order of issue, each when its inputs are there;
+- exchanges of one process group run in the order of their launches, one at a time, each when what it sends is there;
+- an exchange also takes the compute lane for `comm_share` of its time, from its launch on;
+- a node that reads token counts blocks the host until they have come.
+
+Ranks are taken to run alike. Memory is counted in the order of issue: a buffer is alive from the instance that makes
+it to the last one that reads it, and what an exchange sends until it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, Plan, Round, ScheduleNode, Slot
+from fxoverlap.schedule.cost import Hardware
+from fxoverlap.schedule.intervals import common, length
+
+Value = tuple[int, str]
+"""(number of the microbatch, name of the value)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One node instance of a simulated step.
+
+    Attributes:
+        instance: what runs.
+        microbatch: number of its microbatch.
+        launched: when the host has issued it, in seconds from the beginning of the step.
+        begin, end: when it runs on its lane.
+    """
+
+    instance: Instance
+    microbatch: int
+    launched: float
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a step takes. Times are in seconds.
+
+    Attributes:
+        makespan: from the first issue until every lane is done.
+        busy: by lane, the time in which it runs something.
+        exposed: time in which token exchanges are in flight and the compute lane does not run a node.
+        overlap_pct: share of the time in which token exchanges are in flight (from their launch until their data has
+            come) in which the compute lane runs nodes, in %; None without token exchanges.
+        peak_bytes: most bytes alive at one time, of values that cross from node to node.
+        timeline: every instance, in the order of issue.
+    """
+
+    makespan: float
+    busy: Mapping[Lane, float]
+    exposed: float
+    overlap_pct: float | None
+    peak_bytes: int
+    timeline: tuple[Slice, ...]
+
+
+@dataclass(slots=True)
+class Machine:
+    """The state of the lanes. Times are in seconds from the beginning of the step.
+
+    Attributes:
+        hardware: what it is.
+        host, compute: when each can take the next instance.
+        groups: when each process group is done with what was launched on it.
+    """
+
+    hardware: Hardware
+    host: float = 0.0
+    compute: float = 0.0
+    groups: dict[str, float] = field(default_factory=dict)
+
+    def run(self, seconds: float, ready: float, counts: float | None) -> tuple[float, float, float]:
+        """(issued, begin, end) of a compute node.
+
+        Args:
+            seconds: how long it runs.
+            ready: when its inputs are there.
+            counts: when the counts that it reads on the host are there, None if it reads none.
+        """
+        issued = self._issue(counts)
+        begin = max(issued, self.compute, ready)
+        self.compute = begin + seconds
+        return issued, begin, self.compute
+
+    def launch(self, seconds: float, ready: float, group: str) -> tuple[float, float, float]:
+        """(issued, begin, end) of an exchange."""
+        issued = self._issue(None)
+        begin = max(issued, ready, self.groups.get(group, 0.0))
+        self.groups[group] = begin + seconds
+        self.compute = max(self.compute, issued) + seconds * self.hardware.comm_share
+        return issued, begin, self.groups[group]
+
+    def _issue(self, counts: float | None) -> float:
+        if not self.hardware.host_runs_ahead:
+            self.compute = self.host = self.compute + self.hardware.node_s
+            return self.host
+        self.host = max(self.host, counts or 0.0) + self.hardware.node_s
+        return self.host
+
+
+def simulate(rounds: Sequence[Round], costs: CostTable, hardware: Hardware) -> Simulation:
+    """Run a step on a machine that takes `costs` for its nodes."""
+    machine, slices = Machine(hardware), []
+    ready: dict[Value, float] = {}
+    for each in rounds:
+        counted = {mb: counts_of(chunk) for mb, chunk in each.plan.chunks.items()}
+        groups = {mb: groups_of(chunk) for mb, chunk in each.plan.chunks.items()}
+        for instance in each.plan.order:
+            node, number = instance.node, each.microbatches[instance.mb]
+            inputs = max((ready.get((number, value), 0.0) for value in node.reads), default=0.0)
+            took = costs[node.name].seconds
+            if node.lane is Lane.COMM:
+                times = machine.launch(took, inputs, groups[instance.mb][node.name])
+            else:
+                read = [ready[number, value] for value in node.reads if value in counted[instance.mb]]
+                times = machine.run(took, inputs, max(read, default=None))
+            ready.update(((number, value), times[2]) for value in node.writes)
+            slices.append(Slice(instance, number, *times))
+    return _simulation(slices, peak_bytes(rounds))
+
+
+def simulate_plan(plan: Plan, costs: CostTable, hardware: Hardware) -> Simulation:
+    """Run one plan by itself."""
+    return simulate([Round(plan, {mb: i for i, mb in enumerate(plan.chunks)})], costs, hardware)
+
+
+def counts_of(chunk: ChunkGraph) -> set[str]:
+    """The values that hold token counts, which their reader takes to the host."""
+    return {value for node in chunk.nodes if node.slot is Slot.COUNTS for value in node.writes}
+
+
+def groups_of(chunk: ChunkGraph) -> dict[str, str]:
+    """Process group by name of the node that launches on it; one group for all in a synthetic graph."""
+    groups = {launch: each.group for each in (chunk.joint.exchanges if chunk.joint else ()) for launch in each.launches}
+    return {n.name: groups.get(n.ops[0], "") if n.ops else "" for n in chunk.nodes if n.lane is Lane.COMM}
+
+
+def peak_bytes(rounds: Sequence[Round]) -> int:
+    """Most bytes alive at one time, in the order of issue."""
+    made: list[tuple[int, Value, int]] = []
+    last: dict[Value, int] = {}
+    position = 0
+    for each in rounds:
+        waiting: dict[Value, list[Value]] = {}  # result of an exchange -> what it sends
+        for instance in each.plan.order:
+            buffers = each.plan.chunks[instance.mb].buffers
+            number = each.microbatches[instance.mb]
+            sent = [(number, buffers[value][0]) for value in instance.node.reads if value in buffers]
+            for value in instance.node.reads:
+                for buffer in (*waiting.pop((number, value), ()), *sent):
+                    last[buffer] = position
+            for value in instance.node.writes:
+                if instance.node.lane is Lane.COMM:
+                    waiting[number, value] = sent
+                if value in buffers:
+                    name, size = buffers[value]
+                    if (number, name) not in last:
+                        made.append((position, (number, name), size))
+                    last[number, name] = position
+            position += 1
+    change = [0] * (position + 1)
+    for begin, buffer, size in made:
+        change[begin] += size
+        change[last[buffer] + 1] -= size
+    alive = peak = 0
+    for each_change in change:
+        alive += each_change
+        peak = max(peak, alive)
+    return peak
+
+
+def _simulation(slices: list[Slice], peak: int) -> Simulation:
+    computing = _spans(slices, Lane.COMPUTE)
+    flights = [(s.launched, s.end) for s in slices if _is_token_exchange(s.instance.node)]
+    in_flight, both = length(flights), common(flights, computing)
+    return Simulation(
+        makespan=max((s.end for s in slices), default=0.0),
+        busy={lane: length(_spans(slices, lane)) for lane in (Lane.COMPUTE, Lane.COMM)},
+        exposed=in_flight - both,
+        overlap_pct=100 * both / in_flight if in_flight else None,
+        peak_bytes=peak,
+        timeline=tuple(slices),
+    )
+
+
+def _spans(slices: Iterable[Slice], lane: Lane) -> list[tuple[float, float]]:
+    return [(s.begin, s.end) for s in slices if s.instance.node.lane is lane]
+
+
+def _is_token_exchange(node: ScheduleNode) -> bool:
+    return node.lane is Lane.COMM and node.slot is not Slot.COUNTS
