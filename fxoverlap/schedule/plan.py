@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, NodeCost, Phase, Plan, ScheduleNode
-from fxoverlap.schedule.policies import Order, auto, megatron, sequential
+from fxoverlap.schedule.policies import Order, auto, megatron, sequential, unplaced
 
 Policy = Callable[[ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]]
 
@@ -28,9 +28,7 @@ def build_plan(f: ChunkGraph | None, b: ChunkGraph | None, config: OverlapConfig
     costs = _costs(f, (Phase.F,)) | _costs(b, (Phase.B, Phase.W, Phase.R))
     order = _as_order(policy(f, b, costs, config))
     _check_entries(order, f, b)
-    placed = {(node.name, mb) for node, mb in order}
-    if b is not None:
-        order += [(n, "B") for n in b.nodes if n.phase is Phase.W and (n.name, "B") not in placed]
+    order += unplaced(order, b)
     kind = ("F" if f is not None else "") + ("B" if b is not None else "")
     _check_complete(order, f, b)
     for mb, chunk in (("F", f), ("B", b)):

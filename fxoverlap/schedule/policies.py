@@ -1,23 +1,22 @@
 """The built-in policies: functions that choose the order of the node instances of one fused step.
 
 A policy takes the chunk graph whose forward runs (or None), the chunk graph whose backward runs (or None), the costs
-by node name, and the config. It returns (node, "F" or "B") pairs in the order in which the host issues them. W nodes
+by node name and the machine that they are for, and the config. It returns (node, "F" or "B") pairs in the order in which the host issues them. W nodes
 that it leaves out are flushed at the end. `plan.build_plan` checks the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, zip_longest
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import ChunkGraph, CostTable, Phase, ScheduleNode, Slot
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, Slot
+from fxoverlap.schedule.search import search
+from fxoverlap.schedule.simulate import simulate_plan
+from fxoverlap.schedule.tasks import Edge, tasks_of
 
 Order = list[tuple[ScheduleNode, str]]
-Beside = tuple[tuple[int, ...], tuple[int, ...]]
-"""Layers of the forward, and layers of the backward that run beside them: at most one of both, or two on one side."""
-Opening = Callable[["_Issue", "int | None", "int | None", bool], None]
-"""Issues the beginning of a pair of layers: (issue, forward layer, backward layer, whether W is computed here)."""
 
 
 def sequential(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
@@ -37,138 +36,76 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
     The comm lane sees combine.B, dispatch.F, dispatch.B, combine.F; the compute lane sees pre_dispatch.F, experts.B,
     experts.W, experts.F, pre_dispatch.B. The counts exchange is launched before combine.B, because a group's
     exchanges queue up and the host reads the counts. The comm lane has nothing to do under pre_dispatch.F.
-    """
-    del costs, config
-    issue = _Issue(f, b)
-    forward, backward = ([(layer,) for layer in layers] for layers in issue.layers())
-    pairs: list[Beside] = list(zip_longest(forward, backward, fillvalue=()))
-    return _interleave(issue, pairs, _counts_then_combine)
-
-
-def auto(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
-    """The order of `megatron`, with combine.B launched before pre_dispatch.F instead of behind its counts.
-
-    So pre_dispatch.F covers combine.B. The counts queue behind combine.B, but the host does not read them before it
-    has computed what weight gradients there are; and until combine.B arrives, there is nothing else to compute. It
-    costs the comm lane the latency of the counts, where `megatron` costs it all of pre_dispatch.F.
-
-    Of layers without exchanges two may run beside one that has them, one under each of its two token exchanges, where
-    one side has more of them than the other has layers to cover.
-    """
-    del costs, config
-    issue = _Issue(f, b)
-    return _interleave(issue, _pairs(issue), _combine_then_counts)
-
-
-def _pairs(issue: _Issue) -> list[Beside]:
-    """Layers of the forward in order, beside those of the backward, last layer first."""
-    forward, backward = (_Side(issue, mb, layers) for mb, layers in zip("FB", issue.layers(), strict=True))
-    pairs: list[Beside] = []
-    while forward.is_left or backward.is_left:
-        taken, beside = forward.has_one_to_spare(backward), backward.has_one_to_spare(forward)
-        pairs.append((forward.take(1 + taken), backward.take(1 + beside)))
-    return pairs
-
-
-class _Side:
-    """The layers of one microbatch that no pair has yet, in the order in which they run."""
-
-    def __init__(self, issue: _Issue, mb: str, layers: list[int]) -> None:
-        self._layers, self._first = layers, 0
-        self._has_two_parts = [issue.has_two_parts(mb, layer) for layer in layers]
-        is_moe = [issue.has(mb, layer, Slot.DISPATCH) for layer in layers]
-        # How many layers, from each one on, exchange tokens, and how many do not.
-        self._moe, self._dense = _run_lengths(is_moe), _run_lengths([not each for each in is_moe])
-
-    @property
-    def is_left(self) -> bool:
-        """Whether there is a layer."""
-        return self._first < len(self._layers)
-
-    def has_one_to_spare(self, others: _Side) -> bool:
-        """Whether these layers begin with more dense ones than the others begin with layers that exchange tokens.
-
-        A dense layer that has a part for each token exchange of the layer beside it needs no second one.
-        """
-        if not (self.is_left and others.is_left):
-            return False
-        first, to_cover = self._first, others._moe[others._first]
-        return self._dense[first] > to_cover > 0 and not any(self._has_two_parts[first : first + 2])
-
-    def take(self, count: int) -> tuple[int, ...]:
-        """So many layers, or as many as there are."""
-        taken = self._layers[self._first : self._first + count]
-        self._first += len(taken)
-        return tuple(taken)
-
-
-def _run_lengths(flags: Sequence[bool]) -> list[int]:
-    """For each flag, how many from it on are set before one that is not."""
-    lengths = list(accumulate(reversed(flags), lambda length, flag: (length + 1) * flag, initial=0))
-    return lengths[:0:-1]
-
-
-def _counts_then_combine(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
-    """The opening of a pair in `megatron`."""
-    issue.f(i, Slot.PRE_DISPATCH)
-    issue.f(i, Slot.COUNTS)
-    issue.b(j, Slot.POST_COMBINE)
-    issue.b(j, Slot.COMBINE)
-    issue.f(i, Slot.PERMUTE)
-    issue.f(i, Slot.DISPATCH)
-    if covers:
-        issue.w_before(j)
-
-
-def _combine_then_counts(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
-    """The opening of a pair in `auto`: weight gradients cover combine.B, or dispatch.F where there is none."""
-    issue.b(j, Slot.POST_COMBINE)
-    issue.b(j, Slot.COMBINE)
-    issue.f(i, Slot.PRE_DISPATCH)
-    issue.f(i, Slot.COUNTS)
-    if covers and issue.exchanges(None, j):
-        issue.w_before(j)
-    issue.f(i, Slot.PERMUTE)
-    issue.f(i, Slot.DISPATCH)
-    if covers:
-        issue.w_before(j)
-
-
-def _interleave(issue: _Issue, pairs: list[Beside], opening: Opening) -> Order:
-    """Layers of the forward beside layers of the backward, pair after pair.
 
     Weight gradients are computed where exchanges are in flight; those of the first layer come last. Where no layer of
     a pair exchanges tokens, but one of a later pair does, they wait for that pair.
     """
+    del costs, config
+    issue = _Issue(f, b)
     issue.f(None, Slot.PRE_PROCESS)
     issue.b(None, Slot.POST_PROCESS)
-    # (first, last) of each side: the same layer, unless there are two.
-    ends = [[(side[0], side[-1]) if side else (None, None) for side in pair] for pair in pairs]
-    last_cover = max((k for k, ((i, _), (j, _)) in enumerate(ends) if issue.exchanges(i, j)), default=-1)
-    for k, ((i, last_i), (j, last_j)) in enumerate(ends):
-        covers = issue.exchanges(i, j) or k > last_cover
-        opening(issue, i, j, covers)
-        issue.f(i, Slot.SHARED)
-        if i != last_i:
-            issue.f(i, Slot.EXPERTS)
-        issue.b(j, Slot.EXPERTS)
-        issue.b(j, Slot.DISPATCH)
-        issue.b(j, Slot.SHARED)
-        if j != last_j:
-            issue.b(j, Slot.PRE_DISPATCH)
-        if covers:
-            issue.w(j, Slot.EXPERTS)
-            issue.w(j, Slot.SHARED)
-        issue.f(last_i, Slot.PRE_DISPATCH)
-        issue.f(last_i, Slot.EXPERTS)
-        issue.f(i, Slot.COMBINE)
-        issue.b(last_j, Slot.EXPERTS)
-        issue.b(last_j, Slot.PRE_DISPATCH)
-        issue.f(i, Slot.POST_COMBINE)
+    pairs = list(zip_longest(*issue.layers()))
+    last_cover = max((k for k, (i, j) in enumerate(pairs) if issue.exchanges(i, j)), default=-1)
+    for k, (i, j) in enumerate(pairs):
+        _pair(issue, i, j, issue.exchanges(i, j) or k > last_cover)
     issue.f(None, Slot.POST_PROCESS)
     issue.b(None, Slot.PRE_PROCESS)
     issue.rest()
     return issue.order
+
+
+def _pair(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
+    """Layer i of the forward beside layer j of the backward; `covers`: whether weight gradients are computed here."""
+    issue.f(i, Slot.PRE_DISPATCH)
+    issue.f(i, Slot.COUNTS)
+    issue.b(j, Slot.POST_COMBINE)
+    issue.b(j, Slot.COMBINE)
+    issue.f(i, Slot.PERMUTE)
+    issue.f(i, Slot.DISPATCH)
+    if covers:
+        issue.w_before(j)
+    issue.f(i, Slot.SHARED)
+    issue.b(j, Slot.EXPERTS)
+    issue.b(j, Slot.DISPATCH)
+    issue.b(j, Slot.SHARED)
+    if covers:
+        issue.w(j, Slot.EXPERTS)
+        issue.w(j, Slot.SHARED)
+    issue.f(i, Slot.EXPERTS)
+    issue.f(i, Slot.COMBINE)
+    issue.b(j, Slot.PRE_DISPATCH)
+    issue.f(i, Slot.POST_COMBINE)
+
+
+def auto(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
+    """The order that takes the least time under the costs: the best that a search finds, or one of the other policies.
+
+    So it is never worse than `megatron` and `sequential` on the machine that the costs are for.
+    """
+    chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
+    orders = [best_merge(chunks, costs)]
+    for policy in (megatron, sequential):
+        order = policy(f, b, costs, config)
+        orders.append(order + unplaced(order, b))
+    return min(orders, key=lambda order: _makespan(chunks, order, costs))
+
+
+def best_merge(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge] = ()) -> Order:
+    """The best order of the nodes of some microbatches that the search finds."""
+    tasks = tasks_of(chunks, costs, edges)
+    found = (tasks[i].instance for i in search(tasks, costs.hardware))
+    return [(instance.node, instance.mb) for instance in found]
+
+
+def unplaced(order: Order, b: ChunkGraph | None) -> Order:
+    """The W nodes that an order leaves out."""
+    placed = {node.name for node, mb in order if mb == "B"}
+    return [(n, "B") for n in (b.nodes if b is not None else ()) if n.phase is Phase.W and n.name not in placed]
+
+
+def _makespan(chunks: Mapping[str, ChunkGraph], order: Order, costs: CostTable) -> float:
+    plan = Plan("".join(chunks), chunks, tuple(Instance(node, mb) for node, mb in order))
+    return simulate_plan(plan, costs, costs.hardware).makespan
 
 
 class _Issue:
@@ -202,17 +139,9 @@ class _Issue:
         """The layers of the forward and of the backward, as they run."""
         return list(range(self._depth[0])), list(reversed(range(self._depth[1])))
 
-    def has(self, mb: str, layer: int, slot: Slot) -> bool:
-        """Whether a layer of the forward ("F") or the backward ("B") has this part, issued or not."""
-        return (layer, slot) in self._parts[mb]
-
-    def has_two_parts(self, mb: str, layer: int) -> bool:
-        """Whether a layer without exchanges has a part for each token exchange of the layer beside it."""
-        return self.has(mb, layer, Slot.PRE_DISPATCH) and self.has(mb, layer, Slot.EXPERTS)
-
     def exchanges(self, i: int | None, j: int | None) -> bool:
         """Whether layer i of the forward or layer j of the backward exchanges tokens."""
-        return any(layer is not None and self.has(mb, layer, Slot.DISPATCH) for mb, layer in (("F", i), ("B", j)))
+        return any((layer, Slot.DISPATCH) in self._parts[mb] for mb, layer in (("F", i), ("B", j)))
 
     def w_before(self, layer: int | None) -> None:
         """Issue the weight gradients that are left of what the backward ran before this layer's experts."""

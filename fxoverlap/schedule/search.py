@@ -1,0 +1,260 @@
+"""Search for the order of a plan that takes the least time on a machine.
+
+In:  the tasks of a plan, and a `Hardware`.
+Out: an order of them.
+
+An order is a merge of *queues*, each of which keeps its own order. For each microbatch there is the chain of its F, or
+its B and R, nodes, a queue of its W nodes, and one for the branches beside the chain (`shared`). In a chain an exchange
+is launched right behind the compute node before it; the two are one *segment*.
+
+Merging two chains is a walk over a grid, and dynamic programming over its cells is exact as long as every cell keeps
+each combination of lane clocks that no other one dominates. The movable queues add dimensions, so the cells that are
+looked at are a beam: of the partial orders of equally many segments those are kept whose lower bound on the whole is
+smallest; of equal ones those with less left on the other lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fxoverlap.ir import Phase, Slot
+from fxoverlap.schedule.cost import Hardware
+from fxoverlap.schedule.tasks import Task, tails
+
+WIDTH = 24
+"""Partial orders that are kept."""
+
+_A_CELL = 3
+"""Partial orders that are kept of those that have issued the same segments."""
+
+
+def search(tasks: Sequence[Task], hardware: Hardware, width: int = WIDTH) -> list[int]:
+    """The best order found, as positions in `tasks`."""
+    grid = _Grid(tasks, hardware)
+    beam = [grid.start()]
+    for _ in range(grid.segments):
+        cells: dict[tuple[int, ...], list[_Partial]] = {}
+        for partial in beam:
+            for following in grid.followers(partial):
+                _keep(cells.setdefault(following.taken, []), following)
+        found = sorted((each for cell in cells.values() for each in cell), key=_rank)
+        beam = found[:width]
+    return [task for segment in beam[0].path() for task in segment.tasks]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Tasks that are issued together: a compute node and the launches behind it.
+
+    Attributes:
+        queue: number of its queue.
+        tasks: positions of the tasks.
+        after: (queue, number of its segments that must have been issued), of other queues.
+        path: longest chain of tasks from its beginning on.
+        lead: compute time from its beginning until the queue's next launch; None if none follows.
+    """
+
+    queue: int
+    tasks: tuple[int, ...]
+    after: tuple[tuple[int, int], ...]
+    path: float
+    lead: float | None
+
+
+@dataclass(slots=True)
+class _Partial:
+    """The beginning of an order, and the clocks of the machine behind it.
+
+    Attributes:
+        taken: segments issued, by queue.
+        host, compute: when each can take the next task.
+        groups: when each process group is done, by number.
+        flying: (task, arrival) of exchanges that nothing has waited for.
+        compute_left, groups_left: seconds of work that is not issued yet, by lane.
+        bound: no order that begins so takes less, and of equal ones the better has the smaller second number.
+        before, last: the order without its last segment, and that.
+    """
+
+    taken: tuple[int, ...]
+    host: float
+    compute: float
+    groups: tuple[float, ...]
+    flying: tuple[tuple[int, float], ...]
+    compute_left: float
+    groups_left: tuple[float, ...]
+    bound: tuple[float, float]
+    before: _Partial | None
+    last: _Segment | None
+
+    def path(self) -> list[_Segment]:
+        """The segments in order."""
+        found, each = [], self
+        while each.before is not None:
+            assert each.last is not None
+            found.append(each.last)
+            each = each.before
+        return found[::-1]
+
+
+def _rank(partial: _Partial) -> tuple[float, float]:
+    return partial.bound
+
+
+def _keep(cell: list[_Partial], new: _Partial) -> None:
+    """Add a partial order to those with the same segments, unless one of them is as good in every clock."""
+    for old in cell:
+        if _dominates(old, new):
+            return
+    cell[:] = [old for old in cell if not _dominates(new, old)]
+    cell.append(new)
+    if len(cell) > _A_CELL:
+        cell.remove(max(cell, key=_rank))
+
+
+def _dominates(one: _Partial, other: _Partial) -> bool:
+    if one.compute > other.compute or one.host > other.host:
+        return False
+    if any(a > b for a, b in zip(one.groups, other.groups, strict=True)):
+        return False
+    arrivals = dict(other.flying)
+    return all(end <= max(arrivals.get(task, 0.0), other.compute) for task, end in one.flying)
+
+
+class _Grid:
+    """The queues of a plan, and the steps from one partial order to the next."""
+
+    def __init__(self, tasks: Sequence[Task], hardware: Hardware) -> None:
+        self._tasks, self._hardware = tasks, hardware
+        names = sorted({task.group for task in tasks if task.group is not None})
+        self._group = [None if task.group is None else names.index(task.group) for task in tasks]
+        self._queues = _queues(tasks)
+        self.segments = sum(map(len, self._queues))
+        self._waits = [[need for need in task.needs if tasks[need].group is not None] for task in tasks]
+
+    def start(self) -> _Partial:
+        """No task is issued."""
+        hardware, tasks = self._hardware, self._tasks
+        groups = max((g for g in self._group if g is not None), default=-1) + 1
+        left = [0.0] * groups
+        compute = 0.0
+        for task, group in zip(tasks, self._group, strict=True):
+            compute += self._on_compute(task)
+            if group is not None:
+                left[group] += task.seconds
+        nothing = (0,) * len(self._queues)
+        return _Partial(nothing, 0.0, 0.0, (0.0,) * groups, (), compute, tuple(left), (0.0, 0.0), None, None)
+
+    def followers(self, partial: _Partial) -> Iterator[_Partial]:
+        """The partial orders with one segment more."""
+        taken = partial.taken
+        for number, queue in enumerate(self._queues):
+            if taken[number] < len(queue):
+                segment = queue[taken[number]]
+                if all(taken[other] >= count for other, count in segment.after):
+                    yield self._issue(partial, segment)
+
+    def _on_compute(self, task: Task) -> float:
+        """Time that a task takes from the compute lane."""
+        hardware = self._hardware
+        own = task.seconds if task.group is None else task.seconds * hardware.comm_share
+        return own if hardware.host_runs_ahead else own + hardware.node_s
+
+    def _issue(self, partial: _Partial, segment: _Segment) -> _Partial:
+        """What `simulate.Machine` does for the tasks of a segment, on clocks that many partial orders share."""
+        hardware, ahead = self._hardware, self._hardware.host_runs_ahead
+        host, compute, flying = partial.host, partial.compute, partial.flying
+        groups, groups_left = list(partial.groups), list(partial.groups_left)
+        compute_left = partial.compute_left
+        for number in segment.tasks:
+            task, group, waits = self._tasks[number], self._group[number], self._waits[number]
+            ready = max([end for each, end in flying if each in waits], default=0.0) if waits and flying else 0.0
+            compute_left -= self._on_compute(task)
+            if ahead:
+                host = max(host, ready if task.counts else 0.0) + hardware.node_s
+            else:
+                compute = host = compute + hardware.node_s
+            if group is None:
+                compute = max(host, compute, ready) + task.seconds
+                flying = tuple(each for each in flying if each[0] not in waits) if waits else flying
+            else:
+                # What it sends was made by the compute node before it.
+                begin = max(host, groups[group], compute, ready)
+                groups[group] = begin + task.seconds
+                groups_left[group] -= task.seconds
+                compute = max(compute, host) + task.seconds * hardware.comm_share
+                flying = (*flying, (number, groups[group]))
+        position = segment.queue
+        taken = (*partial.taken[:position], partial.taken[position] + 1, *partial.taken[position + 1 :])
+        following = _Partial(
+            taken, host, compute, tuple(groups), flying, compute_left, tuple(groups_left), (0.0, 0.0), partial, segment
+        )
+        following.bound = self._bound(following)
+        return following
+
+    def _bound(self, partial: _Partial) -> tuple[float, float]:
+        """What the whole order takes at least, and the sum of that over the lanes."""
+        compute = partial.compute + partial.compute_left
+        longest, lead = compute, float("inf")
+        for number, queue in enumerate(self._queues):
+            if partial.taken[number] == len(queue):
+                continue
+            segment = queue[partial.taken[number]]
+            begin = partial.compute
+            if partial.flying:
+                waits = self._waits[segment.tasks[0]]
+                begin = max([begin, *(end for each, end in partial.flying if each in waits)])
+            longest = max(longest, begin + segment.path)
+            if segment.lead is not None:
+                lead = min(lead, begin + segment.lead)
+        total = compute
+        for free, left in zip(partial.groups, partial.groups_left, strict=True):
+            if left > 1e-12:
+                done = max(free, lead) + left
+                longest, total = max(longest, done), total + done
+        return longest, total
+
+
+def _queues(tasks: Sequence[Task]) -> list[list[_Segment]]:
+    """The segments of each queue, in order."""
+    members: dict[tuple[str, str], list[list[int]]] = {}
+    for number, task in enumerate(tasks):
+        queue = members.setdefault(_queue_of(task), [])
+        if task.group is not None and queue:
+            queue[-1].append(number)
+        else:
+            queue.append([number])
+    place = {
+        number: (q, position)
+        for q, queue in enumerate(members.values())
+        for position, segment in enumerate(queue)
+        for number in segment
+    }
+    tail = tails(tasks)
+    found = []
+    for q, queue in enumerate(members.values()):
+        segments: list[_Segment] = []
+        lead: float | None = None
+        for members_of in reversed(queue):
+            after: dict[int, int] = {}
+            for other, position in (place[need] for number in members_of for need in tasks[number].needs):
+                if other != q:
+                    after[other] = max(after.get(other, 0), position + 1)
+            first = tasks[members_of[0]]
+            computing = first.seconds if first.group is None else 0.0
+            if any(tasks[number].group is not None for number in members_of):
+                lead = computing
+            elif lead is not None:
+                lead += computing
+            path = first.seconds + tail[members_of[0]]
+            segments.append(_Segment(q, tuple(members_of), tuple(after.items()), path, lead))
+        found.append(segments[::-1])
+    return found
+
+
+def _queue_of(task: Task) -> tuple[str, str]:
+    """(microbatch, which of its queues)."""
+    node = task.instance.node
+    if node.phase is Phase.W:
+        return task.instance.mb, "weights"
+    return task.instance.mb, "beside" if node.slot is Slot.SHARED else "chain"

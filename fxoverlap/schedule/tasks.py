@@ -1,0 +1,111 @@
+"""The node instances of one plan as scheduling tasks: how long each runs, where, and what it must follow.
+
+In:  the chunk graphs of a plan by microbatch label (`Plan.chunks`), and the costs of their nodes.
+Out: the tasks that the plan must order, those of one microbatch in the order in which it may run alone; and a lower
+     bound of the time that any order of them takes on a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, Phase, ScheduleNode, runs_forward
+from fxoverlap.schedule.cost import Hardware
+from fxoverlap.schedule.simulate import counts_of, groups_of
+
+Edge = tuple[tuple[str, str], tuple[str, str]]
+"""((microbatch, node name) that must come first, the one that must follow)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One node instance that a plan must place.
+
+    Attributes:
+        instance: what runs.
+        seconds: time that it takes on its lane.
+        group: process group of an exchange; None for a compute node.
+        needs: positions of the tasks whose values it reads or whose effects it follows.
+        counts: those of `needs` whose token counts it reads on the host.
+    """
+
+    instance: Instance
+    seconds: float
+    group: str | None
+    needs: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+def tasks_of(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge] = ()) -> list[Task]:
+    """The tasks of a plan, one microbatch after the other.
+
+    Args:
+        chunks: the chunk graph of each microbatch.
+        costs: by node name.
+        edges: what must follow what besides the values and effects of one microbatch.
+    """
+    entries = [(mb, node) for mb, chunk in chunks.items() for node in nodes_of(mb, chunk)]
+    position = {(mb, node.name): i for i, (mb, node) in enumerate(entries)}
+    follows: dict[int, list[int]] = {}
+    for first, then in [*edges, *_effects(chunks)]:
+        if first in position and then in position:
+            follows.setdefault(position[then], []).append(position[first])
+    tasks = []
+    made_by: dict[tuple[str, str], int] = {}
+    for i, (mb, node) in enumerate(entries):
+        made_by.update(((mb, value), i) for value in node.writes)
+    counted = {mb: counts_of(chunk) for mb, chunk in chunks.items()}
+    groups = {mb: groups_of(chunk) for mb, chunk in chunks.items()}
+    for i, (mb, node) in enumerate(entries):
+        needs = [made_by[mb, value] for value in node.reads if (mb, value) in made_by]
+        counts = [made_by[mb, v] for v in node.reads if v in counted[mb] and (mb, v) in made_by]
+        group = groups[mb][node.name] if node.lane is Lane.COMM else None
+        unique = tuple(dict.fromkeys([*needs, *follows.get(i, ())]))
+        tasks.append(Task(Instance(node, mb), costs[node.name].seconds, group, unique, tuple(dict.fromkeys(counts))))
+    return tasks
+
+
+def nodes_of(mb: str, chunk: ChunkGraph) -> list[ScheduleNode]:
+    """The nodes that run for a microbatch of this label, in the order in which it may run alone."""
+    return [node for node in chunk.nodes if (node.phase is Phase.F) == runs_forward(mb)]
+
+
+def lower_bound(tasks: Sequence[Task], hardware: Hardware) -> float:
+    """Seconds that no order of the tasks can undercut.
+
+    The longest of: the work of the compute lane; for each process group the earliest that one of its exchanges can
+    begin, their time, and the least that must follow one of them; and the longest chain of tasks that need each other.
+    """
+    head = heads(tasks, hardware)
+    tail = tails(tasks)
+    compute = sum(t.seconds if t.group is None else t.seconds * hardware.comm_share for t in tasks)
+    if not hardware.host_runs_ahead:
+        compute += hardware.node_s * len(tasks)
+    bounds = [compute, *(h + t.seconds + after for h, t, after in zip(head, tasks, tail, strict=True))]
+    for group in {t.group for t in tasks} - {None}:
+        own = [i for i, t in enumerate(tasks) if t.group == group]
+        bounds.append(min(head[i] for i in own) + sum(tasks[i].seconds for i in own) + min(tail[i] for i in own))
+    return max(bounds, default=0.0)
+
+
+def heads(tasks: Sequence[Task], hardware: Hardware) -> list[float]:
+    """For each task, the earliest that it can begin: what it needs takes that long, one after the other."""
+    head: list[float] = []
+    for task in tasks:
+        ready = max((head[i] + tasks[i].seconds for i in task.needs), default=0.0)
+        head.append(ready + (0.0 if hardware.host_runs_ahead else hardware.node_s))
+    return head
+
+
+def tails(tasks: Sequence[Task]) -> list[float]:
+    """For each task, the longest chain of tasks that need it, without itself."""
+    tail = [0.0] * len(tasks)
+    for i in reversed(range(len(tasks))):
+        for need in tasks[i].needs:
+            tail[need] = max(tail[need], tail[i] + tasks[i].seconds)
+    return tail
+
+
+def _effects(chunks: Mapping[str, ChunkGraph]) -> list[Edge]:
+    return [((mb, one), (mb, other)) for mb, chunk in chunks.items() for one, other in chunk.effects]
