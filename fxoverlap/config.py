@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
 
+from fxoverlap import cost_file
 from fxoverlap.errors import ConfigError, UnsupportedError
+from fxoverlap.hardware import PRESETS
 from fxoverlap.pattern import parse
 
 SCHEDULES = ("auto", "megatron", "sequential")
@@ -80,6 +83,9 @@ class OverlapConfig:
         dynamic: "auto" captures up to `max_variants` shapes, False one.
         process_group: the expert-parallel group; None: found in the graph.
         passes: replaces the default pass lists.
+        costs: where the times of nodes come from, which "auto" and policies decide by. None: measured by profiled
+            steps, a roofline for the preset "cpu" before; the name of another preset: a roofline for it; a path (a
+            text that ends in .json, or a PathLike): a table, see docs/costs.md.
 
     Raises:
         ConfigError: a field has a value that is not allowed.
@@ -104,6 +110,7 @@ class OverlapConfig:
     max_variants: int = 8
     process_group: Any = None
     passes: Sequence[Callable[..., Any]] | None = None
+    costs: str | PathLike[str] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlapConfig:
         """The same config: it cannot change, and a process group cannot be copied."""
@@ -113,6 +120,7 @@ class OverlapConfig:
         self._check_choices()
         self._check_numbers()
         self._check_globs()
+        self._check_costs()
         self._refuse_what_is_missing()
 
     def _check_choices(self) -> None:
@@ -169,6 +177,12 @@ class OverlapConfig:
             for each in self.passes:
                 if not callable(each) or getattr(each, "stage", None) not in ("joint", "chunk", "plan"):
                     raise _reject("passes", each, 'functions with an attribute stage of "joint", "chunk" or "plan"')
+
+    def _check_costs(self) -> None:
+        if cost_file.is_path(self.costs):
+            cost_file.read(self.costs)
+        elif self.costs is not None and (not isinstance(self.costs, str) or self.costs not in PRESETS):
+            raise _reject("costs", self.costs, f"None, {', '.join(PRESETS)}, or the path of a .json file")
 
     def _refuse_what_is_missing(self) -> None:
         missing = {

@@ -10,11 +10,13 @@ Terms: a *value* is the result of one op (or one graph input) of the joint graph
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from torch import fx
+
+from fxoverlap.hardware import Hardware
 
 META = "fxoverlap"
 """The key of `fx.Node.meta` under which passes keep what they know: an `OpTag` in a joint graph; in a fused graph
@@ -226,8 +228,30 @@ class NodeCost:
     seconds: float = 0.0
 
 
-CostTable = Mapping[str, NodeCost]
-"""Costs by `ScheduleNode.name`."""
+@dataclass(frozen=True, slots=True)
+class CostTable(Mapping[str, NodeCost]):
+    """Costs by `ScheduleNode.name`, and the machine that they were made for.
+
+    Attributes:
+        nodes: the costs.
+        hardware: what issues and runs the nodes.
+        source: where the times come from: "roofline cpu", "measured", "table costs.json".
+        known: names of the nodes whose time was measured or given; that of the others is the roofline's.
+    """
+
+    nodes: Mapping[str, NodeCost]
+    hardware: Hardware
+    source: str
+    known: frozenset[str] = frozenset()
+
+    def __getitem__(self, name: str) -> NodeCost:
+        return self.nodes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +263,7 @@ class ChunkGraph:
         nodes: in an order that one microbatch alone may run in: F, then B, with each W after what it reads.
         effects: (earlier, later) names of nodes whose random draws or buffer accesses must keep their order.
         layers: number of logical layers.
-        costs: by node name (after the pass `bytes`).
+        costs: by node name (after the pass `bytes`), without times.
         buffers: (name of the storage, its bytes at balanced routing) of each value that an op makes and another node
             reads (after the pass `bytes`); views share a storage.
         modules: by node name, the node's ops as a module with boxed arguments; structurally identical nodes share one
@@ -250,7 +274,7 @@ class ChunkGraph:
     nodes: tuple[ScheduleNode, ...]
     effects: tuple[tuple[str, str], ...] = ()
     layers: int = 0
-    costs: CostTable = field(default_factory=dict)
+    costs: Mapping[str, NodeCost] = field(default_factory=dict)
     buffers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
 

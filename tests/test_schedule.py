@@ -20,6 +20,7 @@ from fxoverlap.errors import ConfigError, UnsupportedError
 from fxoverlap.ir import ChunkGraph, Lane, NodeCost, Phase, Plan, ScheduleNode, Slot
 from fxoverlap.report.golden import arrivals
 from fxoverlap.schedule import build_plan
+from fxoverlap.schedule.cost import default_costs
 
 CONFIG = fxo.OverlapConfig()
 MEGATRON = fxo.OverlapConfig(schedule="megatron")
@@ -266,8 +267,9 @@ def test_costs_of_two_chunks_are_told_apart() -> None:
     f, b = synthetic(1), synthetic(2)
     seen: list[Any] = []
     build_plan(f, b, fxo.OverlapConfig(schedule=lambda *given: seen.append(given[2]) or in_order(*given)))
-    assert seen[0]["post_process.F"] == f.costs["post_process.F"] != b.costs["post_process.F"]
-    assert seen[0]["post_process.B"] == b.costs["post_process.B"]
+    assert seen[0]["post_process.F"] == default_costs(f, CONFIG)["post_process.F"]
+    assert seen[0]["post_process.F"].flops != b.costs["post_process.F"].flops
+    assert seen[0]["post_process.B"] == default_costs(b, CONFIG)["post_process.B"]
 
 
 def swapped(first: str, second: str) -> Callable[..., Order]:

@@ -1,10 +1,12 @@
 """What schedule nodes cost in time, and the machines that they are costed for.
 
 In:  a chunk graph whose `costs` hold floating point operations and bytes (pass `bytes`), and a `Hardware`.
-Out: the same table with `NodeCost.seconds` filled in.
+Out: a `CostTable`: the same with `NodeCost.seconds` filled in.
 
-Time of a compute node is that of a roofline: the longer of computing and moving bytes. An exchange takes the latency
-of the link and then as long as its bytes need: of b bytes that each of n ranks sends, its own part included, (n - 1) / n
+What the user's table names takes the time that it says; every other node takes what the roofline says.
+
+Time of a compute node is that of a roofline: the longer of computing and moving bytes. An exchange takes the latency of
+the link and then as long as its bytes need: of b bytes that each of n ranks sends, its own part included, (n - 1) / n
 leave the rank. Where the group is larger than a domain of fast links, what leaves the domain travels over the network,
 beside what stays in it.
 """
@@ -12,57 +14,23 @@ beside what stays in it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from fxoverlap.ir import CostTable, Lane, NodeCost, ScheduleNode
+from fxoverlap import cost_file
+from fxoverlap.config import OverlapConfig
+from fxoverlap.hardware import DEFAULT, PRESETS, Hardware
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Phase, ScheduleNode, runs_forward
 
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """A rank's accelerator (or processor core) and what joins it to the other ranks.
-
-    Attributes:
-        name: of the preset, or of what was measured.
-        flops_per_s: dense floating point operations in the dtype of training.
-        memory_bytes_per_s: bandwidth of the memory.
-        fast_bytes_per_s: what a rank sends, one way, to ranks of its own domain.
-        domain: ranks that fast links join, itself included.
-        network_bytes_per_s: what a rank sends, one way, to ranks of other domains.
-        latency_s: from the launch of an exchange to the arrival of its first byte.
-        efficiency: share of these figures that real kernels and links reach.
-        node_s: what the host needs to issue one node.
-        host_runs_ahead: whether nodes are queued, as on streams of a GPU; else the host is the compute lane.
-        comm_share: share of an exchange's time for which it also takes the compute lane: the processor time of the
-            thread that communicates, or the multiprocessors that its kernels occupy.
-    """
-
-    name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
-    fast_bytes_per_s: float
-    domain: int
-    network_bytes_per_s: float
-    latency_s: float
-    efficiency: float
-    node_s: float
-    host_runs_ahead: bool
-    comm_share: float
-
-
-_EFFICIENCY = 0.6
-
-PRESETS: Mapping[str, Hardware] = {
-    each.name: each
-    for each in (
-        Hardware("cpu", 6e10, 1e10, 1.25e8, 1, 1.25e8, 2e-4, 1.0, 5e-5, False, 0.1),
-        Hardware("a100", 312e12, 2.039e12, 300e9, 8, 25e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
-        Hardware("h100", 989e12, 3.35e12, 450e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
-        Hardware("h200", 989e12, 4.8e12, 450e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
-        Hardware("b200", 2250e12, 8e12, 900e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
-        Hardware("gb200", 2500e12, 8e12, 900e9, 72, 50e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
-    )
-}
-"""Machines by name."""
+__all__ = [
+    "PRESETS",
+    "Hardware",
+    "all_to_all_bytes",
+    "default_costs",
+    "hardware_of",
+    "of_plan",
+    "roofline",
+    "seconds",
+]
 
 
 def all_to_all_bytes(given: int, ranks: int) -> float:
@@ -86,6 +54,47 @@ def _exchange_seconds(cost: NodeCost, hardware: Hardware) -> float:
     return hardware.latency_s + max(inside, outside) / hardware.efficiency
 
 
-def roofline(nodes: Iterable[ScheduleNode], costs: CostTable, hardware: Hardware) -> dict[str, NodeCost]:
-    """The costs of these nodes with their time on a machine."""
-    return {node.name: replace(costs[node.name], seconds=seconds(node, costs[node.name], hardware)) for node in nodes}
+def roofline(nodes: Iterable[ScheduleNode], costs: Mapping[str, NodeCost], hardware: Hardware) -> dict[str, NodeCost]:
+    """The costs of these nodes with their time on a machine. A node that `costs` lacks does nothing."""
+    found = {node.name: (node, costs.get(node.name, NodeCost())) for node in nodes}
+    return {name: replace(cost, seconds=seconds(node, cost, hardware)) for name, (node, cost) in found.items()}
+
+
+def hardware_of(config: OverlapConfig) -> Hardware:
+    """The machine that `OverlapConfig.costs` names. Raises ConfigError if that is a file that cannot be read."""
+    if config.costs is None:
+        return PRESETS[DEFAULT]
+    return cost_file.read(config.costs).hardware if cost_file.is_path(config.costs) else PRESETS[str(config.costs)]
+
+
+def default_costs(chunk: ChunkGraph, config: OverlapConfig) -> CostTable:
+    """The costs of all nodes of a chunk where nothing was measured.
+
+    Raises ConfigError if the user's table cannot be read, or names a node that the chunk does not have.
+    """
+    hardware = hardware_of(config)
+    nodes = roofline(chunk.nodes, chunk.costs, hardware)
+    if not cost_file.is_path(config.costs):
+        return CostTable(nodes, hardware, f"roofline {hardware.name}")
+    table = cost_file.read(config.costs)
+    table.check_names(nodes)
+    given = {name: time for name in nodes if (time := table.of(name)) is not None}
+    nodes |= {name: replace(nodes[name], seconds=time) for name, time in given.items()}
+    return CostTable(nodes, table.hardware, f"table {table.path}", frozenset(given))
+
+
+def of_plan(chunks: Mapping[str, ChunkGraph], costs: Mapping[str, CostTable]) -> CostTable:
+    """The costs of the nodes that a plan runs.
+
+    Args:
+        chunks: by microbatch, as in `Plan.chunks`; at least one.
+        costs: by microbatch likewise. Where two microbatches run a node of one name, the longer time counts.
+    """
+    nodes: dict[str, NodeCost] = {}
+    for mb, chunk in chunks.items():
+        for node in chunk.nodes:
+            cost = costs[mb].nodes[node.name]
+            if (node.phase is Phase.F) == runs_forward(mb):
+                nodes[node.name] = max(cost, nodes.get(node.name, cost), key=lambda each: each.seconds)
+    first = next(iter(costs.values()))
+    return CostTable(nodes, first.hardware, first.source, frozenset().union(*(c.known for c in costs.values())))

@@ -1,6 +1,7 @@
 """Chunk graphs + a policy -> Plan.
 
-In:  the chunk graph whose F nodes run, the one whose B and W nodes run (either may be None), and the config.
+In:  the chunk graph whose F nodes run, the one whose B and W nodes run (either may be None), the config, and what the
+     nodes cost.
 Out: a Plan that holds every F (B and W) node once, in a legal order.
 
 An order is legal if every value is made before it is read within its microbatch, and if nodes with effects keep
@@ -14,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import ChunkGraph, CostTable, Instance, NodeCost, Phase, Plan, ScheduleNode
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode
+from fxoverlap.schedule.cost import default_costs, of_plan
 from fxoverlap.schedule.policies import Order, auto, megatron, sequential, unplaced
 
 Policy = Callable[[ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]]
@@ -22,10 +24,20 @@ Policy = Callable[[ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfi
 BUILT_IN: dict[str, Policy] = {"sequential": sequential, "megatron": megatron, "auto": auto}
 
 
-def build_plan(f: ChunkGraph | None, b: ChunkGraph | None, config: OverlapConfig) -> Plan:
-    """The plan of one fused step under `config.schedule`."""
+def build_plan(
+    f: ChunkGraph | None, b: ChunkGraph | None, config: OverlapConfig, costs: CostTable | None = None
+) -> Plan:
+    """The plan of one fused step under `config.schedule`.
+
+    Args:
+        f, b: whose forward and whose backward run.
+        config: the config.
+        costs: of the nodes that run, as `cost.of_plan` gives them; None: the default costs of the chunks.
+    """
     policy = config.schedule if callable(config.schedule) else BUILT_IN[config.schedule]
-    costs = _costs(f, (Phase.F,)) | _costs(b, (Phase.B, Phase.W, Phase.R))
+    chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
+    if costs is None:
+        costs = of_plan(chunks, {mb: default_costs(chunk, config) for mb, chunk in chunks.items()})
     order = _as_order(policy(f, b, costs, config))
     _check_entries(order, f, b)
     order += unplaced(order, b)
@@ -34,7 +46,6 @@ def build_plan(f: ChunkGraph | None, b: ChunkGraph | None, config: OverlapConfig
     for mb, chunk in (("F", f), ("B", b)):
         if chunk is not None:
             _check_legal([node for node, each in order if each == mb], chunk, mb)
-    chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
     return Plan(kind, chunks, tuple(Instance(node, mb) for node, mb in order))
 
 
@@ -57,11 +68,6 @@ def _check_entries(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> 
                 f"The policy placed {node.name} for microbatch {mb!r}, which has no such node. F nodes belong to "
                 f'microbatch "F", B and W nodes to "B".'
             )
-
-
-def _costs(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> dict[str, NodeCost]:
-    names = _names(chunk, phases)
-    return {} if chunk is None else {name: cost for name, cost in chunk.costs.items() if name in names}
 
 
 def _names(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> set[str]:

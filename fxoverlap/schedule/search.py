@@ -69,6 +69,7 @@ class _Partial:
     Attributes:
         taken: segments issued, by queue.
         host, compute: when each can take the next task.
+        owed: time that exchanges have still to take from the compute lane.
         groups: when each process group is done, by number.
         flying: (task, arrival) of exchanges that nothing has waited for.
         compute_left, groups_left: seconds of work that is not issued yet, by lane.
@@ -79,6 +80,7 @@ class _Partial:
     taken: tuple[int, ...]
     host: float
     compute: float
+    owed: float
     groups: tuple[float, ...]
     flying: tuple[tuple[int, float], ...]
     compute_left: float
@@ -113,7 +115,7 @@ def _keep(cell: list[_Partial], new: _Partial) -> None:
 
 
 def _dominates(one: _Partial, other: _Partial) -> bool:
-    if one.compute > other.compute or one.host > other.host:
+    if one.compute > other.compute or one.host > other.host or one.compute + one.owed > other.compute + other.owed:
         return False
     if any(a > b for a, b in zip(one.groups, other.groups, strict=True)):
         return False
@@ -143,7 +145,7 @@ class _Grid:
             if group is not None:
                 left[group] += task.seconds
         nothing = (0,) * len(self._queues)
-        return _Partial(nothing, 0.0, 0.0, (0.0,) * groups, (), compute, tuple(left), (0.0, 0.0), None, None)
+        return _Partial(nothing, 0.0, 0.0, 0.0, (0.0,) * groups, (), compute, tuple(left), (0.0, 0.0), None, None)
 
     def followers(self, partial: _Partial) -> Iterator[_Partial]:
         """The partial orders with one segment more."""
@@ -163,7 +165,7 @@ class _Grid:
     def _issue(self, partial: _Partial, segment: _Segment) -> _Partial:
         """What `simulate.Machine` does for the tasks of a segment, on clocks that many partial orders share."""
         hardware, ahead = self._hardware, self._hardware.host_runs_ahead
-        host, compute, flying = partial.host, partial.compute, partial.flying
+        host, compute, owed, flying = partial.host, partial.compute, partial.owed, partial.flying
         groups, groups_left = list(partial.groups), list(partial.groups_left)
         compute_left = partial.compute_left
         for number in segment.tasks:
@@ -175,26 +177,27 @@ class _Grid:
             else:
                 compute = host = compute + hardware.node_s
             if group is None:
-                compute = max(host, compute, ready) + task.seconds
+                begin = max(host, compute, ready)
+                compute, owed = begin + task.seconds + max(0.0, owed - (begin - compute)), 0.0
                 flying = tuple(each for each in flying if each[0] not in waits) if waits else flying
             else:
                 # What it sends was made by the compute node before it.
                 begin = max(host, groups[group], compute, ready)
                 groups[group] = begin + task.seconds
                 groups_left[group] -= task.seconds
-                compute = max(compute, host) + task.seconds * hardware.comm_share
+                owed += task.seconds * hardware.comm_share
                 flying = (*flying, (number, groups[group]))
         position = segment.queue
         taken = (*partial.taken[:position], partial.taken[position] + 1, *partial.taken[position + 1 :])
         following = _Partial(
-            taken, host, compute, tuple(groups), flying, compute_left, tuple(groups_left), (0.0, 0.0), partial, segment
+            taken, host, compute, owed, tuple(groups), flying, compute_left, tuple(groups_left), (0.0, 0.0), partial, segment
         )
         following.bound = self._bound(following)
         return following
 
     def _bound(self, partial: _Partial) -> tuple[float, float]:
         """What the whole order takes at least, and the sum of that over the lanes."""
-        compute = partial.compute + partial.compute_left
+        compute = partial.compute + partial.owed + partial.compute_left
         longest, lead = compute, float("inf")
         for number, queue in enumerate(self._queues):
             if partial.taken[number] == len(queue):

@@ -8,7 +8,8 @@ The machine:
   ahead (a CPU) it is the compute lane itself: it issues an instance when it is done with those before;
 - the compute lane runs its instances in the order of issue, each when its inputs are there;
 - exchanges of one process group run in the order of their launches, one at a time, each when what it sends is there;
-- an exchange also takes the compute lane for `comm_share` of its time, from its launch on;
+- an exchange also takes `comm_share` of its time from the compute lane: the node that runs next, or that waits for it
+  in the meantime, takes so much longer;
 - a node that reads token counts blocks the host until they have come.
 
 Ranks are taken to run alike. Memory is counted in the order of issue: a buffer is alive from the instance that makes
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, Plan, Round, ScheduleNode, Slot
+from fxoverlap.ir import ChunkGraph, Instance, Lane, NodeCost, Plan, Round, ScheduleNode, Slot
 from fxoverlap.schedule.cost import Hardware
 from fxoverlap.schedule.intervals import common, length
 
@@ -75,12 +76,14 @@ class Machine:
     Attributes:
         hardware: what it is.
         host, compute: when each can take the next instance.
+        owed: time that exchanges have still to take from the compute lane.
         groups: when each process group is done with what was launched on it.
     """
 
     hardware: Hardware
     host: float = 0.0
     compute: float = 0.0
+    owed: float = 0.0
     groups: dict[str, float] = field(default_factory=dict)
 
     def run(self, seconds: float, ready: float, counts: float | None) -> tuple[float, float, float]:
@@ -93,7 +96,8 @@ class Machine:
         """
         issued = self._issue(counts)
         begin = max(issued, self.compute, ready)
-        self.compute = begin + seconds
+        owed = max(0.0, self.owed - (begin - self.compute))
+        self.compute, self.owed = begin + seconds + owed, 0.0
         return issued, begin, self.compute
 
     def launch(self, seconds: float, ready: float, group: str) -> tuple[float, float, float]:
@@ -101,18 +105,19 @@ class Machine:
         issued = self._issue(None)
         begin = max(issued, ready, self.groups.get(group, 0.0))
         self.groups[group] = begin + seconds
-        self.compute = max(self.compute, issued) + seconds * self.hardware.comm_share
+        self.owed += seconds * self.hardware.comm_share
         return issued, begin, self.groups[group]
 
     def _issue(self, counts: float | None) -> float:
         if not self.hardware.host_runs_ahead:
-            self.compute = self.host = self.compute + self.hardware.node_s
+            self.host = self.compute + self.hardware.node_s
+            self.compute = self.host
             return self.host
         self.host = max(self.host, counts or 0.0) + self.hardware.node_s
         return self.host
 
 
-def simulate(rounds: Sequence[Round], costs: CostTable, hardware: Hardware) -> Simulation:
+def simulate(rounds: Sequence[Round], costs: Mapping[str, NodeCost], hardware: Hardware) -> Simulation:
     """Run a step on a machine that takes `costs` for its nodes."""
     machine, slices = Machine(hardware), []
     ready: dict[Value, float] = {}
@@ -133,7 +138,7 @@ def simulate(rounds: Sequence[Round], costs: CostTable, hardware: Hardware) -> S
     return _simulation(slices, peak_bytes(rounds))
 
 
-def simulate_plan(plan: Plan, costs: CostTable, hardware: Hardware) -> Simulation:
+def simulate_plan(plan: Plan, costs: Mapping[str, NodeCost], hardware: Hardware) -> Simulation:
     """Run one plan by itself."""
     return simulate([Round(plan, {mb: i for i, mb in enumerate(plan.chunks)})], costs, hardware)
 
