@@ -1,8 +1,8 @@
 """The built-in policies: functions that choose the order of the node instances of one fused step.
 
-A policy takes the chunk graph whose forward runs (or None), the chunk graph whose backward runs (or None), the costs
-by node name and the machine that they are for, and the config. It returns (node, "F" or "B") pairs in the order in which the host issues them. W nodes
-that it leaves out are flushed at the end. `plan.build_plan` checks the result.
+A policy takes the chunk graph whose forward runs (or None), the chunk graph whose backward runs (or None), the costs by
+node name with the machine that they are for, and the config. It returns (node, "F" or "B") pairs in the order in which
+the host issues them. W nodes that it leaves out are flushed at the end. `plan.build_plan` checks the result.
 """
 
 from __future__ import annotations

@@ -22,16 +22,21 @@ from fxoverlap.ir import Phase, Slot
 from fxoverlap.schedule.cost import Hardware
 from fxoverlap.schedule.tasks import Task, tails
 
-WIDTH = 24
-"""Partial orders that are kept."""
+_EFFORT = 12_000
+"""Partial orders that are kept over all numbers of segments: wide beams for shallow models, narrow ones for deep."""
+
+_WIDTH = (24, 128)
+"""Least and most partial orders that are kept of each number of segments."""
 
 _A_CELL = 3
 """Partial orders that are kept of those that have issued the same segments."""
 
 
-def search(tasks: Sequence[Task], hardware: Hardware, width: int = WIDTH) -> list[int]:
+def search(tasks: Sequence[Task], hardware: Hardware) -> list[int]:
     """The best order found, as positions in `tasks`."""
     grid = _Grid(tasks, hardware)
+    narrow, wide = _WIDTH
+    width = min(max(_EFFORT // max(grid.segments, 1), narrow), wide)
     beam = [grid.start()]
     for _ in range(grid.segments):
         cells: dict[tuple[int, ...], list[_Partial]] = {}
@@ -136,7 +141,7 @@ class _Grid:
 
     def start(self) -> _Partial:
         """No task is issued."""
-        hardware, tasks = self._hardware, self._tasks
+        tasks = self._tasks
         groups = max((g for g in self._group if g is not None), default=-1) + 1
         left = [0.0] * groups
         compute = 0.0
@@ -190,7 +195,17 @@ class _Grid:
         position = segment.queue
         taken = (*partial.taken[:position], partial.taken[position] + 1, *partial.taken[position + 1 :])
         following = _Partial(
-            taken, host, compute, owed, tuple(groups), flying, compute_left, tuple(groups_left), (0.0, 0.0), partial, segment
+            taken,
+            host,
+            compute,
+            owed,
+            tuple(groups),
+            flying,
+            compute_left,
+            tuple(groups_left),
+            (0.0, 0.0),
+            partial,
+            segment,
         )
         following.bound = self._bound(following)
         return following

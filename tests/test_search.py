@@ -1,0 +1,96 @@
+"""The searched order: never worse than the others, close to the bound, legal, the same each time, and fast to find.
+
+Costs are drawn at random over chunks without a model. The bound is not the optimum: where an order is above it, either
+may be to blame.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from synthetic import random_costs, synthetic
+
+import fxoverlap as fxo
+from fxoverlap.ir import ChunkGraph, CostTable, NodeCost, Phase, Plan, Slot
+from fxoverlap.pipeline import to_fused
+from fxoverlap.schedule import build_plan
+from fxoverlap.schedule.cost import PRESETS, Hardware
+from fxoverlap.schedule.simulate import Simulation, simulate_plan
+from fxoverlap.schedule.tasks import lower_bound, tasks_of
+
+CPU = replace(PRESETS["cpu"], node_s=0.0, comm_share=0.0)
+MACHINES = {
+    "cpu": CPU,
+    "cpu that communicates itself": replace(CPU, node_s=2e-5, comm_share=0.15),
+    "gpu": replace(PRESETS["h100"], comm_share=0.0),
+    "gpu that shares its processors": replace(PRESETS["h100"], comm_share=0.1),
+}
+POLICIES = ("auto", "megatron", "sequential")
+
+
+def plan(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, schedule: str = "auto") -> Plan:
+    return build_plan(f, b, fxo.OverlapConfig(schedule=schedule), costs)
+
+
+def run(found: Plan, costs: CostTable) -> Simulation:
+    return simulate_plan(found, costs, costs.hardware)
+
+
+def bound(found: Plan, costs: CostTable) -> float:
+    return lower_bound(tasks_of(found.chunks, costs), costs.hardware)
+
+
+def given(chunk: ChunkGraph, ms: Callable[[Slot, Phase], float], hardware: Hardware = CPU) -> CostTable:
+    """Costs by slot and phase, in milliseconds."""
+    return CostTable({n.name: NodeCost(seconds=ms(n.slot, n.phase) / 1e3) for n in chunk.nodes}, hardware, "test")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random chunk beside itself, and what its policies take."""
+
+    chunk: ChunkGraph
+    costs: CostTable
+    ratio: dict[str, float]
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        kinds = "E" * 8 if rng.random() < 0.5 else "E" + "".join(rng.choice("EED") for _ in range(rng.randint(0, 7)))
+        chunk = synthetic(kinds, shared=rng.random() < 0.4)
+        hardware = MACHINES[rng.choice(sorted(MACHINES))]
+        costs = CostTable(random_costs(chunk, rng, alike=rng.random() < 0.7), hardware, "test")
+        plans = {schedule: plan(chunk, chunk, costs, schedule) for schedule in POLICIES}
+        least = bound(plans["auto"], costs)
+        ratio = {schedule: run(each, costs).makespan / least for schedule, each in plans.items()}
+        to_fused(plans["auto"], fxo.OverlapConfig(), [])  # runs verify
+        found.append(Case(chunk, costs, ratio))
+    return found
+
+
+def check_ranking(found: list[Case]) -> None:
+    exact = 1 + 1e-9  # sums of floats in another order
+    for case in found:
+        assert case.ratio["auto"] * exact >= 1
+        assert case.ratio["auto"] <= case.ratio["megatron"] * exact
+        assert case.ratio["megatron"] <= case.ratio["sequential"] * exact
+    print(f"\n{len(found)} random cost tables, makespan / bound of a fused step: median, 90th percentile, worst")
+    for schedule in POLICIES:
+        ratios = sorted(case.ratio[schedule] for case in found)
+        print(f"{schedule:12} {statistics.median(ratios):.4f} {ratios[len(ratios) * 9 // 10]:.4f} {ratios[-1]:.4f}")
+    assert statistics.median(case.ratio["auto"] for case in found) <= 1.02
+
+
+def test_ranking_and_bound_on_random_costs() -> None:
+    check_ranking(cases(60, seed=0))
+
+
+@pytest.mark.slow
+def test_ranking_and_bound_on_a_thousand_random_costs() -> None:
+    check_ranking(cases(1000, seed=1))
