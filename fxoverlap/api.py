@@ -23,7 +23,7 @@ from fxoverlap import compat
 from fxoverlap.capture import TensorLeaf
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
-from fxoverlap.ir import Plan
+from fxoverlap.ir import Plan, runs_forward
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
 from fxoverlap.planner import KINDS, Built, Planner, Variant, set_buffers
 from fxoverlap.report import Report, golden, make_report, write_timeline
@@ -177,20 +177,23 @@ class OverlappedModel(nn.Module):
     def _run(
         self, ready: _Ready, result: StepResult, outputs: bool, progress: Progress, recorder: Recorder | None
     ) -> None:
-        """The programs of a step, one after the other: F(0); F(i + 1) with B(i); B(last)."""
+        """The rounds of a step, one after the other."""
         targets = [*self.module.parameters(), *(leaf for part in ready.parts for leaf in part.tensors())]
         ready.held = held_accumulators(targets)
-        previous: MicrobatchState | None = None
+        alive = progress.alive
         with torch.no_grad(), torch.autocast("cpu", enabled=False), all_or_nothing(targets):
-            for i, built in enumerate(ready.programs):
-                current = self._begin(i, ready) if i < len(ready.given) else None
-                run(built.program, current, previous, progress, recorder)
-                if current is not None:
-                    self._collect(result, current, ready.variants[i], outputs)
-                elif previous is not None:
-                    # An optimizer in a hook may have changed what a later node of the last backward read.
-                    previous.check_parameters()
-                previous = current
+            for numbers, built in zip(ready.rounds, ready.programs, strict=True):
+                forward = [i for mb, i in numbers.items() if runs_forward(mb)]
+                backward = [i for i in numbers.values() if i not in forward]
+                alive.update({i: self._begin(i, ready) for i in forward})
+                run(built.program, {mb: alive[i] for mb, i in numbers.items()}, progress, recorder)
+                for i in forward:
+                    self._collect(result, alive[i], ready.variants[i], outputs)
+                for i in backward:
+                    if not forward:
+                        # An optimizer in a hook may have changed what a later node of the last backwards read.
+                        alive[i].check_parameters()
+                    del alive[i]
 
     @contextlib.contextmanager
     def profile(self) -> Iterator[None]:
@@ -268,6 +271,7 @@ class OverlappedModel(nn.Module):
             ready.parts = [flatten(each) for each in ready.given]
             ready.variants = self._planner.variants_for(ready.parts, ready.given)
             ready.programs = self._planner.prepare(ready.variants)
+            ready.rounds = self._planner.rounds(len(ready.variants))
             interrupts.check()
         except (Exception, KeyboardInterrupt) as error:
             failure = error
@@ -321,7 +325,8 @@ class _Ready:
         groups: those whose ranks run it together; none if there is one rank.
         given, parts, variants: one each a microbatch.
         held: parameters and microbatch tensors whose accumulation may have hooks.
-        programs: in the order in which they run, one more than microbatches.
+        programs: in the order in which they run.
+        rounds: for each of them, the number of the microbatch that each `Instance.mb` stands for.
     """
 
     agreement: str
@@ -331,6 +336,7 @@ class _Ready:
     parts: list[Leaves] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
     programs: list[Built] = field(default_factory=list)
+    rounds: list[dict[str, int]] = field(default_factory=list)
     held: frozenset[int] = frozenset()
 
 

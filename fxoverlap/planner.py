@@ -1,7 +1,7 @@
 """Captures and plans of one model, made once and used again.
 
-A *variant* is one capture with its chunk graph. A program is built for each pair of variants that meet in a step: the
-one whose forward runs and the one whose backward runs.
+A *variant* is one capture with its chunk graph. A program is built for the variants that meet in a round of a step: the
+one whose forward runs and the one whose backward runs, or two of the same phase.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
 from fxoverlap.refusals import check_leaves
 from fxoverlap.report.golden import golden
 from fxoverlap.runtime import Fingerprint, Layout, Program, lower
-from fxoverlap.schedule import build_plan
+from fxoverlap.schedule import build_plan, rounds_of
 from fxoverlap.variants import STRUCTURE, Key, around_key, microbatch_key
 
 KINDS = ("F", "FB", "B")
@@ -80,7 +80,7 @@ class Planner:
     def __init__(self, model: nn.Module, config: OverlapConfig) -> None:
         self._model, self._config = model, config
         self._variants: dict[Key, Variant] = {}
-        self._built: dict[tuple[int | None, int | None], Built] = {}
+        self._built: dict[tuple[tuple[str, int], ...], Built] = {}
         self._latest: tuple[Variant, Variant] | None = None
         self._fingerprints: dict[tuple[int, ...], Fingerprint] = {}
         self.records: list[PassRecord] = []
@@ -130,24 +130,29 @@ class Planner:
     def _forget(self, keys: list[Key]) -> None:
         """Drop variants, and the programs that they are part of."""
         gone = {id(self._variants.pop(key)) for key in keys}
-        self._built = {pair: built for pair, built in self._built.items() if gone.isdisjoint(pair)}
+        self._built = {key: built for key, built in self._built.items() if gone.isdisjoint(dict(key).values())}
         self._fingerprints.clear()  # their keys are addresses of programs
 
-    def built(self, f: Variant | None, b: Variant | None) -> Built:
-        """The program in which the forward of `f` and the backward of `b` run."""
-        key = (id(f) if f else None, id(b) if b else None)
+    def built(self, met: Mapping[str, Variant]) -> Built:
+        """The program in which these variants meet, by `Instance.mb`."""
+        key = tuple((mb, id(variant)) for mb, variant in met.items())
         if key not in self._built:
+            f, b = met.get("F"), met.get("B")
             plan = build_plan(f.chunk if f else None, b.chunk if b else None, self._config)
             fused = to_fused(plan, self._config, self.records)
             _dump(fused.plan)
-            program = lower(fused, f.layout if f else None, b.layout if b else None)
+            program = lower(fused, {mb: variant.layout for mb, variant in met.items()})
             self._built[key] = Built(fused, program)
         return self._built[key]
 
+    def rounds(self, microbatches: int) -> list[dict[str, int]]:
+        """For each round of a step, the number of the microbatch that each `Instance.mb` of its plan stands for."""
+        return rounds_of(microbatches, pair=False)
+
     def prepare(self, variants: list[Variant]) -> list[Built]:
-        """The programs of a step over microbatches of these variants, in order; they become the latest."""
+        """The programs of a step over microbatches of these variants, one a round; they become the latest."""
         self._latest = (variants[-1], variants[max(len(variants) - 2, 0)])
-        return [self.built(f, b) for f, b in zip([*variants, None], [None, *variants], strict=True)]
+        return [self.built({mb: variants[i] for mb, i in each.items()}) for each in self.rounds(len(variants))]
 
     def latest(self) -> tuple[Variant, Variant]:
         """The variants whose forward and backward the latest FB plan holds. Raises UnsupportedError before a trace."""
@@ -162,8 +167,8 @@ class Planner:
         """The program of one kind for the latest variants. Raises ConfigError for an unknown kind."""
         if kind not in KINDS:
             raise ConfigError(f"plan kind is {kind!r}; allowed in this version: {', '.join(KINDS)}.")
-        f, b = self.latest()
-        return self.built(f if "F" in kind else None, b if "B" in kind else None)
+        latest = dict(zip("FB", self.latest(), strict=True))
+        return self.built({mb: latest[mb] for mb in kind})
 
     def fingerprint(self, programs: list[Built]) -> Fingerprint:
         """What is equal on two ranks if they run the same programs in a step; no lengths, costs or tensors."""

@@ -136,10 +136,10 @@ def test_a_microbatch_is_dead_before_the_next_but_one_begins(name: str, request:
     given = batches(4)
     run, late = api.run, []
 
-    def watched_run(program: Any, forward: MicrobatchState | None, backward: MicrobatchState | None, *how: Any) -> None:
-        number = forward.number if forward is not None else len(given)
+    def watched_run(program: Any, states: dict[str, MicrobatchState], *how: Any) -> None:
+        number = states["F"].number if "F" in states else len(given)
         late.extend(made.alive([*owned(overlapped.module), *tensors(given)], until=number - 2))
-        run(program, forward, backward, *how)
+        run(program, states, *how)
 
     def watch(issue: Issue, operation: Operation, state: MicrobatchState) -> None:
         made.microbatch = state.number

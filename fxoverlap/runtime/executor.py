@@ -7,11 +7,13 @@ once, and the wait at the head of its reader blocks until the data has come.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from fxoverlap import compat
+from fxoverlap.ir import runs_forward
 from fxoverlap.runtime import interrupts
 from fxoverlap.runtime.gradients import deliver
 from fxoverlap.runtime.profile import Recorder
@@ -25,47 +27,51 @@ class Progress:
 
     Attributes:
         operations: what runs.
-        forward, backward: the states that it works on.
+        states: those that it works on, by `Instance.mb`.
+        alive: the microbatches that have begun and are not done, by number.
         index: the operation that runs, or the number of operations if they are all done.
     """
 
     operations: tuple[Operation, ...] = ()
-    forward: MicrobatchState | None = None
-    backward: MicrobatchState | None = None
+    states: Mapping[str, MicrobatchState] = field(default_factory=dict)
+    alive: dict[int, MicrobatchState] = field(default_factory=dict)
     index: int = 0
 
 
 def run(
     program: Program,
-    forward: MicrobatchState | None,
-    backward: MicrobatchState | None,
+    states: Mapping[str, MicrobatchState],
     progress: Progress,
     recorder: Recorder | None = None,
 ) -> None:
     """Run every operation of a program on the states of its microbatches, and write the buffers.
 
-    With a recorder, when each operation runs is recorded.
+    Args:
+        program: what runs.
+        states: by `Instance.mb`, the earlier microbatch first where there are two of one phase.
+        progress: written.
+        recorder: records when each operation runs, if there is one.
 
-    Raises what a node raises; and StepError if a parameter was changed since the forward of the microbatch whose
+    Raises what a node raises; and StepError if a parameter was changed since the forward of a microbatch whose
     backward runs.
     """
     progress.operations, progress.index = program.operations, 0
-    progress.forward, progress.backward = forward, backward
-    if backward is not None:
-        backward.check_parameters()
+    progress.states = states
+    for mb, state in states.items():
+        if not runs_forward(mb):
+            state.check_parameters()
     issue = _issue
     if recorder is not None:
         recorder.next_program()
         issue = functools.partial(_issue_recorded, recorder)
     for progress.index, operation in enumerate(program.operations):
-        state = forward if operation.of_forward else backward
-        assert state is not None
-        issue(operation, state)
+        issue(operation, states[operation.instance.mb])
         interrupts.check()
     progress.index = len(program.operations)
-    if forward is not None:
-        forward.commit()
-    progress.backward = None  # it is done, and nothing may keep it
+    # The others are done, and nothing may keep them.
+    progress.states = {mb: state for mb, state in states.items() if runs_forward(mb)}
+    for state in progress.states.values():
+        state.commit()
 
 
 def _issue_recorded(recorder: Recorder, operation: Operation, state: MicrobatchState) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fxoverlap.errors import StepError, StepInterrupted
-from fxoverlap.ir import Lane
+from fxoverlap.ir import Lane, runs_forward
 from fxoverlap.runtime.executor import Progress
 from fxoverlap.runtime.peers import Peers, Verdict, follows, mark_unusable, mark_usable, wait
 from fxoverlap.runtime.program import Operation
@@ -38,9 +38,8 @@ def step_error(
     elif follows(error) or not _is_past_the_last_launch(progress) or not peers.arrive(in_flight):
         mark_unusable(groups, text)  # for as long as nobody knows: a second Ctrl-C may end this
         verdict = peers.settle(text, error, in_flight)
-    for state in (progress.forward, progress.backward):
-        if state is not None:
-            state.values.clear()
+    for state in progress.alive.values():
+        state.values.clear()
     if verdict.cause and verdict.cause not in text:
         text = f"{text} Before that, {verdict.cause}"
     if verdict.in_step:
@@ -58,12 +57,10 @@ def _text(error: BaseException, progress: Progress) -> str:
     operation = _operation(progress)
     reason = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     if operation is None:
-        numbers = [str(state.number) for state in (progress.forward, progress.backward) if state is not None]
+        numbers = [str(state.number) for state in progress.states.values()]
         return f"The step failed between the nodes of microbatch {' and '.join(numbers) or 0}: {reason}"
-    state = progress.forward if operation.of_forward else progress.backward
-    assert state is not None
-    node = operation.instance.node
-    return f"Node {node.name} (phase {node.phase.value}) of microbatch {state.number} failed: {reason}"
+    node, number = operation.instance.node, progress.states[operation.instance.mb].number
+    return f"Node {node.name} (phase {node.phase.value}) of microbatch {number} failed: {reason}"
 
 
 def _operation(progress: Progress) -> Operation | None:
@@ -74,7 +71,7 @@ def _operation(progress: Progress) -> Operation | None:
 def _is_past_the_last_launch(progress: Progress) -> bool:
     """Whether this rank has launched all collectives of the step."""
     rest = progress.operations[progress.index :]
-    is_last = progress.forward is None and len(progress.operations) > 0
+    is_last = len(progress.operations) > 0 and not any(map(runs_forward, progress.states))
     return is_last and not any(each.launches for each in rest)
 
 
@@ -87,9 +84,9 @@ def _in_flight(progress: Progress) -> list[torch.Tensor]:
     for i, operation in enumerate(done[:-1]):
         if operation.instance.node.lane is not Lane.COMM:
             continue
-        state = progress.forward if operation.of_forward else progress.backward
-        assert state is not None
-        later = [each for each in done[i + 1 :] if each.of_forward == operation.of_forward]
+        mb = operation.instance.mb
+        state = progress.states[mb]
+        later = [each for each in done[i + 1 :] if each.instance.mb == mb]
         read = {position for each in later for position in each.reads}
         unread = [position for position in operation.writes if position is not None and position not in read]
         found += [state.values[position] for position in unread if state.values[position] is not None]

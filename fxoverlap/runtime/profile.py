@@ -75,7 +75,8 @@ class NodeRun:
     """One node instance of a step.
 
     Attributes:
-        program: index of the program in the step: 0 for F(0), i for F(i) with B(i - 1).
+        program: index of the program in the step: 0 for F(0), i for F(i) with B(i - 1). With `ramp="pair"`, 0 for F(0)
+            with F(1), i for F(i + 1) with B(i - 1).
         instance: what ran.
         microbatch: number of its microbatch.
         begin, end: when it ran on the thread of the step, the delivery of its gradients included. A node of the comm

@@ -27,7 +27,7 @@ class Operation:
     Attributes:
         instance: what it is.
         call: takes the list of arguments and empties it; returns a tuple.
-        of_forward: whether it works on the state of the microbatch "F" (else "B").
+        of_forward: whether it belongs to the forward of its microbatch.
         reads: positions in the state's values.
         writes: likewise, one a result; None for a result that nothing reads later.
         last_reads: positions whose value dies inside the call, with its last use.
@@ -54,27 +54,30 @@ class Program:
     operations: tuple[Operation, ...]
 
 
-def lower(fused: FusedGraph, forward: Layout | None, backward: Layout | None) -> Program:
-    """Lower a fused graph for states with these layouts."""
-    layouts = {"F": forward, "B": backward}
+def lower(fused: FusedGraph, layouts: Mapping[str, Layout]) -> Program:
+    """Lower a fused graph for states with these layouts, by `Instance.mb`."""
     operations = []
     # Nodes of one structure share a module, which is looked at once.
     callables: dict[nn.Module, tuple[Callable[..., Any], bool]] = {}
-    targets: dict[str, list[GraphInput]] = {}
-    for value, target in backward.gradients if backward is not None else ():
-        targets.setdefault(value, []).append(target)
+    targets = {mb: {} if runs_forward(mb) else _targets(layout) for mb, layout in layouts.items()}
     for node in fused.module.graph.nodes:
         if node.op == "call_module":
             instance = node.meta[META]
-            layout = layouts[instance.mb]
-            assert layout is not None
             module = fused.module.get_submodule(node.target)
             if module not in callables:
                 callables[module] = _watched(module), _launches(module)
             call, launches = callables[module]
-            final = {} if runs_forward(instance.mb) else targets
-            operations.append(_operation(node, call, launches, instance, layout, final))
+            mb = instance.mb
+            operations.append(_operation(node, call, launches, instance, layouts[mb], targets[mb]))
     return Program(tuple(operations))
+
+
+def _targets(layout: Layout) -> dict[str, list[GraphInput]]:
+    """What each value is the gradient of."""
+    targets: dict[str, list[GraphInput]] = {}
+    for value, target in layout.gradients:
+        targets.setdefault(value, []).append(target)
+    return targets
 
 
 def _watched(module: nn.Module) -> Callable[..., Any]:
