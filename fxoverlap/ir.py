@@ -326,11 +326,13 @@ class Plan:
         chunks: the chunk graph of each of its microbatches. "F" is the one whose forward runs, "B" the one whose
             backward runs; "F0" and "F1", or "B0" and "B1", are the earlier and the later of two.
         order: the instances, in the order in which the host issues them.
+        costs: what the order was chosen by.
     """
 
     kind: str
     chunks: Mapping[str, ChunkGraph]
     order: tuple[Instance, ...]
+    costs: CostTable
 
     stage = "plan"
 

@@ -75,7 +75,8 @@ def _sent(node: ScheduleNode, by_name: dict[str, fx.Node], sizes: Sizes) -> int:
 
 
 def _ranks(node: ScheduleNode, by_name: dict[str, fx.Node]) -> int:
-    """Ranks of the group that a comm node launches on."""
+    """Ranks of the group that a comm node launches on; 1 for a group that this process does not have."""
     if node.lane is not Lane.COMM:
         return 1
-    return compat.process_group(group_name(by_name[node.ops[0]])).size()
+    name = group_name(by_name[node.ops[0]])
+    return compat.process_group(name).size() if name in compat.group_names() else 1

@@ -34,7 +34,7 @@ from fxoverlap.passes.verify import verify
 from fxoverlap.pipeline import to_fused
 from fxoverlap.schedule import build_plan
 
-CONFIG = fxo.OverlapConfig()
+CONFIG = fxo.OverlapConfig(schedule="megatron")
 WAIT = op_facts.WAIT
 
 
@@ -280,13 +280,13 @@ def test_event_that_is_not_recorded(bad: Bad) -> None:
 
 
 def test_event_recorded_before_the_value_is_made(bad: Bad) -> None:
-    bad.call("L0.post_combine.B", "B").prepend(events(bad.fused, record_event)[0])
+    bad.call("L0.post_combine.B", "B").prepend(events(bad.fused, record_event)[1])
     text = bad.error()
     assert text.startswith("no event") and "L0.combine.B on lane comm" in text
 
 
 def test_event_that_another_lane_waits_for(bad: Bad) -> None:
-    wait = events(bad.fused, wait_event)[0]
+    wait = events(bad.fused, wait_event)[1]
     wait.args = (wait.args[0], Lane.HOST.value)
     text = bad.error()
     assert text.startswith("no event") and "L0.combine.B on lane comm" in text

@@ -1,4 +1,4 @@
-"""Why a step hides little of its communication, as far as plans tell without a cost model.
+"""Why a step hides little of its communication, as far as plans and their costs tell.
 
 An exchange counts as covered if the plan issues real work (floating point operations) between its launch and the node
 that waits for it.
@@ -11,9 +11,13 @@ from itertools import accumulate
 
 from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan, Slot
 from fxoverlap.report.golden import arrivals
+from fxoverlap.report.predicted import shares
 
 SMALL_BYTES = 64 * 1024
 """An exchange that sends less waits for the latency of a link, not for its width, at 10 Gbit/s and 50 us."""
+
+NEGLIGIBLE = 0.03
+"""Exchanges that take less than this share of the time of compute are not worth hiding."""
 
 UNEVEN = 2.0
 """Microbatches are uneven if one has this many times the work of the other."""
@@ -50,6 +54,12 @@ def reasons(plan: Plan, microbatches: int | None, delay_wgrad: bool) -> tuple[st
         found.append(
             f"few tokens: the largest exchange sends {largest / 1e3:.1f} KB, so latency counts, and there is little "
             f"work to hide it behind; give microbatches more tokens"
+        )
+    compute, comm = shares(plan)
+    if comm < NEGLIGIBLE * compute:
+        found.append(
+            f"exchanges negligible: they take {comm * 1e3:.3f} ms beside {compute * 1e3:.3f} ms of compute, so that "
+            f"hiding all of it gains {100 * comm / (compute + comm):.1f} % at most"
         )
     works = [_work(chunk) for chunk in plan.chunks.values()]
     if max(works) > UNEVEN * min(works):

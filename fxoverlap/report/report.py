@@ -10,6 +10,7 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan
 from fxoverlap.pipeline import PassRecord
 from fxoverlap.report.measured import figures, node_times
+from fxoverlap.report.predicted import of_plan, of_step
 from fxoverlap.report.reasons import covered, in_step, reasons
 from fxoverlap.runtime import StepProfile
 
@@ -24,6 +25,9 @@ class Report:
     this rank, are `ms`, how long it took; `comm_ms`, in how much of that token exchanges were in flight; `exposed_ms`,
     how long compute nodes waited for collectives; `overlap_pct`, in how much of `comm_ms` the rank computed: neither
     launched nor waited. The last is None without token exchanges.
+
+    What the cost model says is under names that begin with `plan_` and `predicted_`, for the costs that the plans were
+    made with.
 
     Attributes:
         nodes: one row a schedule node: name, lane, ops, flops, bytes_sent (bytes), allocated, freed (bytes), ms and
@@ -41,6 +45,14 @@ class Report:
         passes: one row a pass: name, seconds, ops_before, ops_after.
         warnings: what was asked for and had no effect.
         little_hidden: why little of the communication is hidden, as far as the plans tell.
+        plan_ms: how long one FB plan takes on the simulated machine.
+        plan_bound_ms: what no order of its nodes can undercut: the work of a lane, or a chain of nodes.
+        plan_over_bound: the first by the second.
+        plan_overlap_pct: in how much of the time in which token exchanges are in flight it computes, in %.
+        predicted_step_ms, predicted_exposed_ms, predicted_overlap_pct: of the last step, simulated: how long it takes,
+            how long token exchanges are in flight without computing beside them, and the rest of that time in %. None
+            before a step.
+        predicted_peak_bytes: most bytes of values that one node hands to another that are alive at one time in it.
         profiled_steps: how many steps the measured figures are of.
         step_ms, comm_ms, exposed_ms, overlap_pct: the figures of the whole step.
         steady_ms, steady_comm_ms, steady_exposed_ms, steady_overlap_pct: of its programs but the first and the last,
@@ -60,6 +72,14 @@ class Report:
     passes: tuple[Row, ...] = ()
     warnings: tuple[str, ...] = field(default_factory=tuple)
     little_hidden: tuple[str, ...] = ()
+    plan_ms: float | None = None
+    plan_bound_ms: float | None = None
+    plan_over_bound: float | None = None
+    plan_overlap_pct: float | None = None
+    predicted_step_ms: float | None = None
+    predicted_exposed_ms: float | None = None
+    predicted_overlap_pct: float | None = None
+    predicted_peak_bytes: int | None = None
     profiled_steps: int = 0
     step_ms: float | None = None
     comm_ms: float | None = None
@@ -80,6 +100,7 @@ class Report:
             f"{self.exchanges_per_microbatch} exchanges a microbatch, {self.w_moved} W nodes moved, "
             f"{self.variants} variants captured",
             f"{self.exchanges_covered} of {self.exchanges_planned} exchanges have real work beside them",
+            *self._predicted_lines(),
             *self._measured_lines(),
             f"{'node':28} {'lane':8} {'ops':>4} {'MFLOP':>10} {'KB sent':>10} {'KB made':>10} {'ms':>9} {'waited':>9}",
         ]
@@ -95,6 +116,23 @@ class Report:
         lines += [f"warning: {text}" for text in self.warnings]
         lines += [f"why little is hidden: {text}" for text in self.little_hidden]
         return "\n".join(lines)
+
+    def _predicted_lines(self) -> list[str]:
+        """One line for the FB plan and one for the last step."""
+        plan, bound, ratio, overlap = map(
+            _number, (self.plan_ms, self.plan_bound_ms, self.plan_over_bound, self.plan_overlap_pct)
+        )
+        lines = [f"FB plan: predicted {plan} ms, bound {bound} ms, ratio {ratio}, overlap {overlap} %"]
+        if self.predicted_step_ms is not None:
+            step, exposed, overlap = map(
+                _number, (self.predicted_step_ms, self.predicted_exposed_ms, self.predicted_overlap_pct)
+            )
+            megabytes = _number(None if self.predicted_peak_bytes is None else self.predicted_peak_bytes / 1e6)
+            lines.append(
+                f"last step: predicted {step} ms, exposed exchanges {exposed} ms, overlap {overlap} %, "
+                f"peak {megabytes} MB"
+            )
+        return lines
 
     def _measured_lines(self) -> list[str]:
         """One line for the whole step and one for its steady part."""
@@ -162,6 +200,8 @@ def make_report(
         ),
         warnings=tuple(warnings),
         little_hidden=reasons(plan, microbatches, config.delay_wgrad),
+        **of_plan(plan),
+        **(of_step(plans, microbatches, pair=False) if microbatches is not None else {}),
         profiled_steps=len(profiled),
         **figures(profiled),
     )

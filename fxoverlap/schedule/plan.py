@@ -46,7 +46,7 @@ def build_plan(
     for mb, chunk in (("F", f), ("B", b)):
         if chunk is not None:
             _check_legal([node for node, each in order if each == mb], chunk, mb)
-    return Plan(kind, chunks, tuple(Instance(node, mb) for node, mb in order))
+    return Plan(kind, chunks, tuple(Instance(node, mb) for node, mb in order), costs)
 
 
 def _as_order(returned: object) -> Order:

@@ -104,7 +104,7 @@ def unplaced(order: Order, b: ChunkGraph | None) -> Order:
 
 
 def _makespan(chunks: Mapping[str, ChunkGraph], order: Order, costs: CostTable) -> float:
-    plan = Plan("".join(chunks), chunks, tuple(Instance(node, mb) for node, mb in order))
+    plan = Plan("".join(chunks), chunks, tuple(Instance(node, mb) for node, mb in order), costs)
     return simulate_plan(plan, costs, costs.hardware).makespan
 
 

@@ -1,0 +1,47 @@
+"""What the cost model says of plans: how long they take, how close to the least possible, and how much they hide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fxoverlap.ir import Lane, Plan
+from fxoverlap.schedule import rounds_with
+from fxoverlap.schedule.simulate import simulate, simulate_plan
+from fxoverlap.schedule.tasks import lower_bound, tasks_of
+
+
+def of_plan(plan: Plan) -> dict[str, Any]:
+    """The fields `plan_...` of `Report`, by name."""
+    run = simulate_plan(plan, plan.costs, plan.costs.hardware)
+    bound = lower_bound(tasks_of(plan.chunks, plan.costs), plan.costs.hardware)
+    return {
+        "plan_ms": run.makespan * 1e3,
+        "plan_bound_ms": bound * 1e3,
+        "plan_over_bound": run.makespan / bound if bound else None,
+        "plan_overlap_pct": run.overlap_pct,
+    }
+
+
+def of_step(plans: Mapping[str, Plan], microbatches: int, pair: bool) -> dict[str, Any]:
+    """The fields `predicted_...` of `Report`, by name.
+
+    Args:
+        plans: by kind, those of the step at least.
+        microbatches: in the step.
+        pair: whether its first two and its last two microbatches run together.
+    """
+    costs = plans["FB"].costs
+    run = simulate(rounds_with(plans, microbatches, pair), costs, costs.hardware)
+    return {
+        "predicted_step_ms": run.makespan * 1e3,
+        "predicted_exposed_ms": run.exposed * 1e3,
+        "predicted_overlap_pct": run.overlap_pct,
+        "predicted_peak_bytes": run.peak_bytes,
+    }
+
+
+def shares(plan: Plan) -> tuple[float, float]:
+    """Seconds that the nodes of a plan take on the compute lane and on the comm lane."""
+    lanes = {lane: sum(plan.costs[i.node.name].seconds for i in plan.order if i.node.lane is lane) for lane in Lane}
+    return lanes[Lane.COMPUTE], lanes[Lane.COMM]
