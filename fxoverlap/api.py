@@ -42,6 +42,7 @@ from fxoverlap.runtime import (
     recorded,
     report_failure,
     run,
+    share,
     step_error,
     watched,
 )
@@ -171,7 +172,8 @@ class OverlappedModel(nn.Module):
                 raise step_error(error, progress, ready.groups, peers) from error
         self._last_failed = False
         if recorder is not None and self._profiling is not None:
-            self._profiling.append(recorder.finish([built.fused.plan for built in ready.programs]))
+            plans = [built.fused.plan for built in ready.programs]
+            self._profiling.append(recorder.finish(plans, [each.structure for each in ready.variants]))
         return result
 
     def _run(
@@ -199,14 +201,16 @@ class OverlappedModel(nn.Module):
     def profile(self) -> Iterator[None]:
         """Measure when each node instance runs, in every step of the block that succeeds.
 
-        `report` and `timeline` then tell of the steps of the last block in which there was one. Ranks need not agree
-        on it: a profiled step runs the same collectives, and gives the same bits.
+        `report` and `timeline` then tell of the steps of the last block in which there was one, and where the config
+        names no costs, the next step is planned anew with what they took. Ranks need not agree on it: a profiled step
+        runs the same collectives, and gives the same bits.
         """
         outer, self._profiling = self._profiling, []
         try:
             yield
         finally:
             self._profiled = self._profiling or self._profiled
+            self._planner.costs.measure(self._profiling)
             self._profiling = outer
 
     def timeline(self, path: str | PathLike[str]) -> None:
@@ -270,19 +274,42 @@ class OverlappedModel(nn.Module):
             ready.given = self._given(microbatches)
             ready.parts = [flatten(each) for each in ready.given]
             ready.variants = self._planner.variants_for(ready.parts, ready.given)
-            ready.programs = self._planner.prepare(ready.variants)
+            ready.has_news = self._planner.has_news(ready.variants)
+            if not ready.has_news:
+                ready.programs = self._planner.prepare(ready.variants)
             ready.rounds = self._planner.rounds(len(ready.variants))
             interrupts.check()
         except (Exception, KeyboardInterrupt) as error:
             failure = error
         ready.groups = self._planner.groups()
-        plans = Fingerprint() if failure is not None or not ready.groups else self._planner.fingerprint(ready.programs)
-        own = Standing(len(ready.given), plans, failure, self._last_failed)
+        own = self._standing(ready, failure)
         self._last_failed = False
         if failure is not None and not ready.groups:
             report_failure(ready.agreement, failure)
-        ready.session = agree(ready.groups, own, ready.agreement)
+        agreed = agree(ready.groups, own, ready.agreement)
+        ready.session = agreed.session
+        if agreed.has_news:
+            self._plan_together(ready)
         return ready
+
+    def _plan_together(self, ready: _Ready) -> None:
+        """Share costs with the other ranks, plan with what all of them know, and agree on the plans."""
+        planner, first, ready.has_news = self._planner, ready.agreement, False
+        costs, ready.agreement = f"{first}/costs", f"{first}/plans"
+        planner.costs.agree(share(ready.groups, planner.own_costs(ready.variants), planner.reduce_costs, costs, first))
+        failure: BaseException | None = None
+        try:
+            ready.programs = planner.prepare(ready.variants)
+            interrupts.check()
+        except (Exception, KeyboardInterrupt) as error:
+            failure = error
+        ready.session = agree(ready.groups, self._standing(ready, failure), ready.agreement, costs).session
+
+    def _standing(self, ready: _Ready, failure: BaseException | None) -> Standing:
+        """What this rank tells the others."""
+        is_planned = failure is None and not ready.has_news and ready.groups
+        plans = self._planner.fingerprint(ready.programs) if is_planned else Fingerprint()
+        return Standing(len(ready.given), plans, failure, self._last_failed, ready.has_news)
 
     def _begin(self, number: int, ready: _Ready) -> MicrobatchState:
         variant, leaves, own = ready.variants[number], ready.parts[number], ready.given[number].grad_scale
@@ -327,6 +354,7 @@ class _Ready:
         held: parameters and microbatch tensors whose accumulation may have hooks.
         programs: in the order in which they run.
         rounds: for each of them, the number of the microbatch that each `Instance.mb` stands for.
+        has_news: whether there are no programs yet, because this rank has costs to share.
     """
 
     agreement: str
@@ -338,6 +366,7 @@ class _Ready:
     programs: list[Built] = field(default_factory=list)
     rounds: list[dict[str, int]] = field(default_factory=list)
     held: frozenset[int] = frozenset()
+    has_news: bool = False
 
 
 def _add_prefix(overlapped: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

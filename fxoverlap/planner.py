@@ -1,13 +1,14 @@
 """Captures and plans of one model, made once and used again.
 
 A *variant* is one capture with its chunk graph. A program is built for the variants that meet in a round of a step: the
-one whose forward runs and the one whose backward runs, or two of the same phase.
+one whose forward runs and the one whose backward runs, or two of the same phase. Its order is chosen once for their
+structures, and anew when what these cost changes (see `costing`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,15 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxoverlap import compat
 from fxoverlap.capture import Capture, capture
 from fxoverlap.config import OverlapConfig
+from fxoverlap.costing import Costs, Tables, reduced, structure_of
 from fxoverlap.errors import ConfigError, UnsupportedError
-from fxoverlap.ir import ChunkGraph, FusedGraph, InputKind, JointGraph, Plan
+from fxoverlap.ir import ChunkGraph, CostTable, FusedGraph, InputKind, JointGraph, Plan
 from fxoverlap.microbatch import Leaves, Microbatch
 from fxoverlap.passes import op_facts
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
 from fxoverlap.refusals import check_leaves
 from fxoverlap.report.golden import golden
 from fxoverlap.runtime import Fingerprint, Layout, Program, lower
-from fxoverlap.schedule import build_plan, rounds_of
+from fxoverlap.schedule import build_plan, plan_in_order, rounds_of
+from fxoverlap.schedule.cost import of_plan
 from fxoverlap.variants import STRUCTURE, Key, around_key, microbatch_key
 
 KINDS = ("F", "FB", "B")
@@ -35,8 +38,9 @@ KINDS = ("F", "FB", "B")
 # There may be as many as sequences of variants.
 _KEPT_FINGERPRINTS = 32
 
-# Ranks may differ in these: a group object, and a factor that does not change the plan.
-_COMPARED = tuple(each.name for each in fields(OverlapConfig) if each.name not in ("process_group", "grad_scale"))
+# Ranks may differ in these: a group object, a factor that does not change the plan, and costs, which are reduced.
+_MAY_DIFFER = ("process_group", "grad_scale", "costs")
+_COMPARED = tuple(each.name for each in fields(OverlapConfig) if each.name not in _MAY_DIFFER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Variant:
     Attributes:
         capture: the traced graph and how its ends are bound.
         chunk: its schedule nodes.
+        structure: what captures of other lengths have in common with it, as a hash.
         layout: the numbering of its values.
         constants: tensors that the graph holds, by name.
         born: the tensors that become buffers which are None so far, by FQN.
@@ -55,6 +60,7 @@ class Variant:
 
     capture: Capture
     chunk: ChunkGraph
+    structure: str
     layout: Layout
     constants: dict[str, torch.Tensor]
     born: dict[str, torch.Tensor]
@@ -62,12 +68,30 @@ class Variant:
     groups: tuple[str, ...]
 
 
+Order = tuple[tuple[str, str], ...]
+"""(name of the node, microbatch) of each instance of a plan."""
+
+
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A plan as a fused graph, and the program that runs it."""
+    """A plan as a fused graph, and the program that runs it.
 
+    Attributes:
+        order: of the plan.
+        fused, program: as said.
+    """
+
+    order: Order
     fused: FusedGraph
     program: Program
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The order that was chosen for some structures, and the cost tables, by `Instance.mb`, by which it was."""
+
+    costs: Mapping[str, CostTable]
+    order: Order
 
 
 class Planner:
@@ -75,15 +99,18 @@ class Planner:
 
     Attributes:
         records: what every pass did, in order.
+        costs: what the nodes of the captured variants cost.
     """
 
     def __init__(self, model: nn.Module, config: OverlapConfig) -> None:
         self._model, self._config = model, config
         self._variants: dict[Key, Variant] = {}
+        self._chosen: dict[tuple[tuple[str, str], ...], _Chosen] = {}
         self._built: dict[tuple[tuple[str, int], ...], Built] = {}
         self._latest: tuple[Variant, Variant] | None = None
         self._fingerprints: dict[tuple[int, ...], Fingerprint] = {}
         self.records: list[PassRecord] = []
+        self.costs = Costs(config)
 
     @property
     def variants(self) -> int:
@@ -136,18 +163,46 @@ class Planner:
     def built(self, met: Mapping[str, Variant]) -> Built:
         """The program in which these variants meet, by `Instance.mb`."""
         key = tuple((mb, id(variant)) for mb, variant in met.items())
-        if key not in self._built:
-            f, b = met.get("F"), met.get("B")
-            plan = build_plan(f.chunk if f else None, b.chunk if b else None, self._config)
+        order, known = self._order(met), self._built.get(key)
+        if known is None or known.order is not order:
+            plan = plan_in_order(order, {mb: variant.chunk for mb, variant in met.items()})
             fused = to_fused(plan, self._config, self.records)
             _dump(fused.plan)
             program = lower(fused, {mb: variant.layout for mb, variant in met.items()})
-            self._built[key] = Built(fused, program)
+            self._built[key] = Built(order, fused, program)
+            if known is not None:
+                self._fingerprints.clear()  # their keys are addresses of programs
         return self._built[key]
+
+    def _order(self, met: Mapping[str, Variant]) -> Order:
+        """The order of the plan in which variants of these structures meet; the same object until it changes."""
+        key = tuple((mb, variant.structure) for mb, variant in met.items())
+        tables = {mb: self.costs.of(variant.structure) for mb, variant in met.items()}
+        known = self._chosen.get(key)
+        if known is None or any(table is not known.costs[mb] for mb, table in tables.items()):
+            chunks = {mb: variant.chunk for mb, variant in met.items()}
+            plan = build_plan(chunks.get("F"), chunks.get("B"), self._config, of_plan(chunks, tables))
+            order = tuple((each.node.name, each.mb) for each in plan.order)
+            self._chosen[key] = _Chosen(tables, known.order if known is not None and known.order == order else order)
+        return self._chosen[key].order
 
     def rounds(self, microbatches: int) -> list[dict[str, int]]:
         """For each round of a step, the number of the microbatch that each `Instance.mb` of its plan stands for."""
         return rounds_of(microbatches, pair=False)
+
+    def has_news(self, variants: Sequence[Variant]) -> bool:
+        """Whether the ranks have to share their costs before they plan a step over these variants."""
+        return self.costs.has_news(each.structure for each in variants)
+
+    def own_costs(self, variants: Sequence[Variant]) -> Tables:
+        """What this rank has to tell of a step over these variants."""
+        return {each.structure: self.costs.own(each.structure) for each in variants}
+
+    def reduce_costs(self, everyones: Sequence[Tables]) -> Tables:
+        """One table for each structure that this rank has captured, of what several ranks have told."""
+        chunks = {each.structure: each.chunk for each in self._variants.values()}
+        told = {key: [tables[key] for tables in everyones if key in tables] for key in chunks}
+        return {key: reduced(tables, chunks[key]) for key, tables in told.items() if tables}
 
     def prepare(self, variants: list[Variant]) -> list[Built]:
         """The programs of a step over microbatches of these variants, one a round; they become the latest."""
@@ -235,7 +290,10 @@ class Planner:
             fqn: torch.zeros(values[value].shape, dtype=values[value].dtype)
             for fqn, value in zip(captured.born, last, strict=True)
         }
-        return Variant(captured, chunk, Layout.of(chunk), constants, born, loss.meta["val"].dtype, _groups(joint))
+        structure = structure_of(chunk)
+        self.costs.add(structure, chunk)
+        dtype, groups = loss.meta["val"].dtype, _groups(joint)
+        return Variant(captured, chunk, structure, Layout.of(chunk), constants, born, dtype, groups)
 
 
 def _dump(plan: Plan) -> None:

@@ -33,8 +33,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[StepProfile]:
     found: list[StepProfile] = []
     finish = profile.Recorder.finish
 
-    def noted(self: profile.Recorder, plans: Any) -> StepProfile:
-        found.append(finish(self, plans))
+    def noted(self: profile.Recorder, *args: Any) -> StepProfile:
+        found.append(finish(self, *args))
         return found[-1]
 
     monkeypatch.setattr(profile.Recorder, "finish", noted)

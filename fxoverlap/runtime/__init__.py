@@ -1,7 +1,7 @@
 """The runtime: runs fused graphs on the state of at most two microbatches, and delivers gradients."""
 
 from fxoverlap.runtime import interrupts
-from fxoverlap.runtime.agreement import Fingerprint, Standing, agree
+from fxoverlap.runtime.agreement import Fingerprint, Standing, agree, share
 from fxoverlap.runtime.executor import Progress, run
 from fxoverlap.runtime.failure import step_error
 from fxoverlap.runtime.gradients import all_or_nothing, held_accumulators
@@ -30,6 +30,7 @@ __all__ = [
     "recorded",
     "report_failure",
     "run",
+    "share",
     "step_error",
     "watched",
 ]

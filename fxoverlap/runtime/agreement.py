@@ -1,9 +1,11 @@
 """Agreement of the ranks before a step runs.
 
 Every rank of the expert-parallel group says, in one small all-reduce before any node runs, whether it is ready, how
-many microbatches it has, whether its last step failed, and the hash of the plans that it is about to run. A rank that
-failed, unequal numbers, and different plans raise PlanMismatchError on every rank, naming the rank and the first
-difference. A rank that has died, or that reports a failure instead of coming, is named too.
+many microbatches it has, whether its last step failed, whether it has news to share, and the hash of the plans that it
+is about to run. A rank that failed, unequal numbers, and different plans raise PlanMismatchError on every rank, naming
+the rank and the first difference. A rank that has died, or that reports a failure instead of coming, is named too.
+
+If a rank has news, plans are not compared yet: the ranks share what they know (`share`), plan, and agree once more.
 
 A fingerprint is a list of lines: the config's fields, then the nodes and plans of the step. It holds no shapes, costs
 or tensors, so ranks with other sequence lengths agree.
@@ -11,18 +13,21 @@ or tensors, so ranks with other sequence lengths agree.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fxoverlap.errors import FxOverlapError, PlanMismatchError, StepError
 from fxoverlap.runtime.peers import PeerFailedError, Peers, check_usable, mark_unusable, report_failure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +58,30 @@ class Standing:
         plans: what it is about to run.
         failure: what kept it from getting ready, or None.
         last_failed: whether its last step failed after all ranks had begun it.
+        has_news: whether it knows what the others have to hear before they plan; then it has no plans yet.
     """
 
     microbatches: int
     plans: Fingerprint = Fingerprint()
     failure: BaseException | None = None
     last_failed: bool = False
+    has_news: bool = False
 
 
-def agree(groups: Sequence[dist.ProcessGroup], own: Standing, session: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What the ranks agreed on.
+
+    Attributes:
+        session: a name for the step that begins now: the same on every rank, and of no other step.
+        has_news: whether a rank has news, so that the ranks must share what they know and agree once more.
+    """
+
+    session: str
+    has_news: bool
+
+
+def agree(groups: Sequence[dist.ProcessGroup], own: Standing, session: str, before: str | None = None) -> Agreed:
     """Raise PlanMismatchError on every rank unless all are ready for the same step.
 
     Args:
@@ -69,37 +89,58 @@ def agree(groups: Sequence[dist.ProcessGroup], own: Standing, session: str) -> s
             says in the next, so that in a grid of groups all ranks hear of it.
         own: what this rank has to say.
         session: a text that is the same on every rank for this agreement, and for no other.
-
-    Returns:
-        A name for the step that begins now: the same on every rank, and of no other step.
+        before: the session before it, if it belongs to the same step.
 
     Raises:
         PlanMismatchError: the ranks differ, or a rank failed or is gone.
         StepError: a group was left out of step earlier.
         KeyboardInterrupt: that is what kept this rank from getting ready.
     """
-    number, failure = secrets.randbits(62), own.failure
+    number, failure, has_news = secrets.randbits(62), own.failure, own.has_news
     for group in groups:
         try:
-            number = _agree_in(group, replace(own, failure=failure), number, session)
+            with _together(group, session, before) as peers:
+                said = replace(own, failure=failure, has_news=has_news)
+                number, has_news = _Agreement(group, peers, said).reach(number)
         except FxOverlapError as error:
             failure = failure if isinstance(failure, (PlanMismatchError, KeyboardInterrupt)) else error
     if failure is not None:
         raise failure
-    return f"step/{number}"
+    return Agreed(f"step/{number}", has_news)
 
 
-def _agree_in(group: dist.ProcessGroup, own: Standing, number: int, session: str) -> int:
-    """Agree in one group; the smallest number of its ranks."""
+def share(groups: Sequence[dist.ProcessGroup], own: T, combine: Callable[[list[T]], T], session: str, before: str) -> T:
+    """What the ranks of all groups know, combined; the same on every rank.
+
+    Args:
+        groups, session, before: as for `agree`.
+        own: what this rank knows; it must be picklable.
+        combine: makes one of several; in any order, and of some of them twice, the result must be the same.
+
+    Raises PlanMismatchError if a rank failed or is gone, StepError if a group was left out of step earlier.
+    """
+    for group in groups:
+        try:
+            with _together(group, session, before) as peers:
+                own = combine(_gather(group, peers, own))
+        except FxOverlapError as error:
+            report_failure(session, error)  # ranks of the other groups wait for this one
+            raise
+    return combine([own])
+
+
+@contextlib.contextmanager
+def _together(group: dist.ProcessGroup, session: str, before: str | None) -> Iterator[Peers]:
+    """What one group does in one session; an error of whatever kind becomes one that names the rank it came from."""
     try:
         check_usable(group)
     except StepError as error:
         report_failure(session, error)
         raise
-    peers = Peers([group], session)
+    peers = Peers([group], session, before)
     with peers.watched():
         try:
-            return _Agreement(group, peers, own).reach(number)
+            yield peers
         except PlanMismatchError:
             raise
         except (Exception, KeyboardInterrupt) as error:
@@ -111,6 +152,13 @@ def _agree_in(group: dist.ProcessGroup, own: Standing, number: int, session: str
             raise PlanMismatchError(f"step: the ranks could not agree: {cause}") from error
 
 
+def _gather(group: dist.ProcessGroup, peers: Peers, own: T) -> list[T]:
+    """What each rank of a group says, by rank."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    peers.call(lambda: dist.all_gather_object(everyones, own, group=group))
+    return everyones
+
+
 class _Agreement:
     """The collectives of one agreement, and what follows from them."""
 
@@ -118,9 +166,10 @@ class _Agreement:
         self.group, self.peers, self.own = group, peers, own
         self.ranks = dist.get_process_group_ranks(group)
 
-    def reach(self, number: int) -> int:
+    def reach(self, number: int) -> tuple[int, bool]:
+        """(smallest number of the ranks, whether one of them has news)."""
         own = self.own
-        numbers = [own.failure is not None, own.microbatches, own.last_failed, number, *own.plans.digest]
+        numbers = [own.failure is not None, own.microbatches, own.last_failed, own.has_news, number, *own.plans.digest]
         rows = self._gather_numbers([int(each) for each in numbers])
         if any(row[0] for row in rows):
             self._raise_failure()
@@ -137,10 +186,11 @@ class _Agreement:
                 f"step: rank {self.ranks[odd]} has {counts[odd]} microbatches, rank {self.ranks[0]} has {counts[0]}. "
                 f"Give every rank of the expert-parallel group the same number."
             )
-        other = next((i for i, row in enumerate(rows) if row[4:] != rows[0][4:]), None)
-        if other is not None:
+        has_news = any(row[3] for row in rows)
+        other = next((i for i, row in enumerate(rows) if row[5:] != rows[0][5:]), None)
+        if other is not None and not has_news:
             self._raise_difference(other)
-        return min(row[3] for row in rows)
+        return min(row[4] for row in rows), has_news
 
     def _gather_numbers(self, own: list[int]) -> list[list[int]]:
         """The numbers of every rank, by one all-reduce of a table in which each rank fills its own row."""
@@ -149,19 +199,15 @@ class _Agreement:
         self.peers.call(lambda: dist.all_reduce(table, group=self.group))
         return table.tolist()
 
-    def _gather_objects(self, own: Any) -> list[Any]:
-        everyones: list[Any] = [None] * len(self.ranks)
-        self.peers.call(lambda: dist.all_gather_object(everyones, own, group=self.group))
-        return everyones
-
     def _raise_failure(self) -> None:
         failure = self.own.failure
-        texts = self._gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        texts = _gather(self.group, self.peers, text)
         rank, text = next((rank, text) for rank, text in zip(self.ranks, texts, strict=True) if text is not None)
         raise PlanMismatchError(f"step: rank {rank} could not get ready, so no rank runs: {text}") from failure
 
     def _raise_difference(self, other: int) -> None:
-        everyones = self._gather_objects(self.own.plans.lines)
+        everyones = _gather(self.group, self.peers, self.own.plans.lines)
         pairs = zip_longest(everyones[0], everyones[other], fillvalue="(nothing)")
         a, b = next(((a, b) for a, b in pairs if a != b), ("", ""))
         one, two = self.ranks[0], self.ranks[other]

@@ -3,7 +3,8 @@
 A `Recorder` watches one step; what it has seen is a `StepProfile`. Launches and waits of node modules go through
 `launch` and `wait` here, and are recorded inside `recorded`.
 
-All times are nanoseconds of `time.perf_counter_ns`. A launch is *in flight* from its call until its data has arrived,
+All times are nanoseconds of `time.perf_counter_ns`, but for processor times, which are nanoseconds that a thread or the
+process has run. A launch is *in flight* from its call until its data has arrived,
 which a thread of the process group notes for all-to-alls. The thread may have to wait for the interpreter, so the end
 of the wait counts if it comes first. Other collectives are in flight until the end of their wait.
 """
@@ -14,7 +15,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns, thread_time_ns
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class NodeRun:
         microbatch: number of its microbatch.
         begin, end: when it ran on the thread of the step, the delivery of its gradients included. A node of the comm
             lane only launches in that time.
+        processor: processor time of the step's thread from its begin to its end.
         flights: the collectives that it launched, in order.
         waits: its waits, in order.
         flops: its floating point operations at balanced routing.
@@ -91,6 +93,7 @@ class NodeRun:
     microbatch: int
     begin: int
     end: int = 0
+    processor: int = 0
     flights: list[Flight] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     flops: int = 0
@@ -103,11 +106,18 @@ class StepProfile:
     Attributes:
         begin, end: of the step; captures and the agreement of the ranks come before.
         runs: every node instance, in the order in which they ran.
+        structures: what is the same for chunk graphs of any lengths, one a microbatch.
+        process, thread: processor time of the whole process and of the step's thread.
+        threads: with how many threads torch computed.
     """
 
     begin: int
     end: int
     runs: tuple[NodeRun, ...]
+    structures: tuple[str, ...] = ()
+    process: int = 0
+    thread: int = 0
+    threads: int = 1
 
 
 class Recorder:
@@ -115,6 +125,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._begin = perf_counter_ns()
+        self._process, self._thread = process_time_ns(), thread_time_ns()
         self._program = -1
         self._runs: list[NodeRun] = []
         self._flying: dict[int, Flight] = {}  # by storage of the result, which is alive until the wait
@@ -125,11 +136,15 @@ class Recorder:
 
     def begin_node(self, instance: Instance, microbatch: int) -> None:
         """A node instance begins."""
-        self._runs.append(NodeRun(self._program, instance, microbatch, perf_counter_ns()))
+        run = NodeRun(self._program, instance, microbatch, perf_counter_ns())
+        run.processor = -thread_time_ns()
+        self._runs.append(run)
 
     def end_node(self) -> None:
         """The node instance that began last ends."""
-        self._runs[-1].end = perf_counter_ns()
+        run = self._runs[-1]
+        run.processor += thread_time_ns()
+        run.end = perf_counter_ns()
 
     def launch(self, op: Any, args: tuple[Any, ...]) -> Any:
         """Launch a functional collective for the node that runs."""
@@ -162,20 +177,22 @@ class Recorder:
         self._runs[-1].waits.append(Wait(begin, end, flight))
         return result
 
-    def finish(self, plans: Sequence[Plan]) -> StepProfile:
+    def finish(self, plans: Sequence[Plan], structures: Sequence[str]) -> StepProfile:
         """The step is done.
 
         Args:
             plans: what ran, one a program.
+            structures: as in `StepProfile`.
         """
-        end = perf_counter_ns()
+        process, thread, end = process_time_ns() - self._process, thread_time_ns() - self._thread, perf_counter_ns()
         for flight in self._flying.values():
             flight.end = end if flight.seen is None else flight.seen  # nothing waits for it
         for run in self._runs:
             chunk = plans[run.program].chunks[run.instance.mb]
             cost = chunk.costs.get(run.instance.node.name)
             run.flops = cost.flops if cost is not None else 0
-        return StepProfile(self._begin, end, tuple(self._runs))
+        threads = torch.get_num_threads()
+        return StepProfile(self._begin, end, tuple(self._runs), tuple(structures), process, thread, threads)
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("fxoverlap_recorder", default=None)

@@ -11,7 +11,7 @@ their order. Raises UnsupportedError, naming the edge, for a policy whose order 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
@@ -35,12 +35,24 @@ def build_plan(
         costs: of the nodes that run, as `cost.of_plan` gives them; None: the default costs of the chunks.
     """
     policy = config.schedule if callable(config.schedule) else BUILT_IN[config.schedule]
-    chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
     if costs is None:
+        chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
         costs = of_plan(chunks, {mb: default_costs(chunk, config) for mb, chunk in chunks.items()})
     order = _as_order(policy(f, b, costs, config))
     _check_entries(order, f, b)
     order += unplaced(order, b)
+    return _checked(order, f, b)
+
+
+def plan_in_order(names: Iterable[tuple[str, str]], chunks: Mapping[str, ChunkGraph]) -> Plan:
+    """The plan of an order of (name of the node, microbatch) pairs, such as another plan of the same structures has."""
+    nodes = {mb: {node.name: node for node in chunk.nodes} for mb, chunk in chunks.items()}
+    return _checked([(nodes[mb][name], mb) for name, mb in names], chunks.get("F"), chunks.get("B"))
+
+
+def _checked(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> Plan:
+    """The plan of a complete order. Raises UnsupportedError if the order is incomplete, or not legal."""
+    chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
     kind = ("F" if f is not None else "") + ("B" if b is not None else "")
     _check_complete(order, f, b)
     for mb, chunk in (("F", f), ("B", b)):

@@ -1,0 +1,189 @@
+"""What the schedule nodes of a model cost: measured where steps were profiled, and the same on every rank.
+
+Costs are kept by *structure*: what of a chunk graph an order may depend on, without lengths. Captures of other lengths,
+on this rank or another one, have one structure, one cost table and so one order.
+
+A rank's own table of a structure holds what it measured or what the user gave, and the roofline for the other nodes.
+Tables of several ranks become one by `reduced`: the slowest rank decides how long the ranks compute between two
+exchanges, so a compute node takes the maximum; the rank that launches an exchange last sees its transfer alone, the
+others wait for that rank too, so an exchange takes the minimum. A time that some rank measured or was given counts
+more than any roofline. The reduction does not mind the order of the tables, nor the same one twice, so it may go
+through several groups of ranks in turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import pairwise
+
+from fxoverlap.config import OverlapConfig
+from fxoverlap.hardware import Hardware
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost
+from fxoverlap.report.measured import transfers
+from fxoverlap.runtime import StepProfile
+from fxoverlap.schedule.cost import default_costs
+from fxoverlap.schedule.intervals import length
+from fxoverlap.schedule.simulate import groups_of
+
+MEASURED = "measured"
+"""`CostTable.source`, and the name of the hardware, where a rank has profiled."""
+
+Tables = Mapping[str, CostTable]
+"""Cost tables by structure."""
+
+
+def structure_of(chunk: ChunkGraph) -> str:
+    """A hash of the nodes, their lanes and groups, what they read from one another, and the order of effects.
+
+    It is equal for chunks that differ in lengths only. Groups are numbered by first appearance, because their names may
+    differ between ranks.
+    """
+    made_by = {value: node.name for node in chunk.nodes for value in node.writes}
+    groups = groups_of(chunk)
+    number = {group: i for i, group in enumerate(dict.fromkeys(groups.values()))}
+    lines = [f"{chunk.layers} layers"]
+    for node in chunk.nodes:
+        sources = dict.fromkeys(made_by[value] for value in node.reads if value in made_by)
+        group = f" group {number[groups[node.name]]}" if node.name in groups else ""
+        lines.append(f"{node.name} {node.lane.value}{group}: {' '.join(sources)}")
+    lines += [f"{earlier} before {later}" for earlier, later in chunk.effects]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What profiled steps of this rank tell; medians, in seconds.
+
+    A compute node takes the processor time of its thread: the wall clock would also hold what other processes and the
+    thread that communicates took from it. An exchange takes its time on the row of its group.
+
+    Attributes:
+        seconds: by structure, then by name of the node.
+        node_s: from the end of one node to the beginning of the next; None in steps of one node.
+        comm_share: the processor time of the process outside the step's thread, as a share of the time in which
+            exchanges are in flight; None without exchanges, and where torch computes with several threads, whose time
+            cannot be told from that.
+    """
+
+    seconds: Mapping[str, Mapping[str, float]]
+    node_s: float | None
+    comm_share: float | None
+
+    @staticmethod
+    def of(steps: Sequence[StepProfile]) -> Measured:
+        """What these steps tell; at least one."""
+        times: dict[str, dict[str, list[int]]] = {}
+        for step in steps:
+            taken = [(run, run.processor) for run in step.runs if run.instance.node.lane is not Lane.COMM]
+            taken += [(each.run, each.end - each.begin) for each in transfers(step)]
+            for run, took in taken:
+                of_structure = times.setdefault(step.structures[run.microbatch], {})
+                of_structure.setdefault(run.instance.node.name, []).append(took)
+        gaps = [after.begin - before.end for step in steps for before, after in pairwise(step.runs)]
+        shares = [share for share in map(_comm_share, steps) if share is not None]
+        return Measured(
+            {key: {name: statistics.median(each) / 1e9 for name, each in by.items()} for key, by in times.items()},
+            statistics.median(gaps) / 1e9 if gaps else None,
+            statistics.median(shares) if shares else None,
+        )
+
+    def over(self, table: CostTable, structure: str) -> CostTable:
+        """A table with what was measured of its structure; the table itself if nothing was."""
+        seconds = self.seconds.get(structure)
+        if seconds is None:
+            return table
+        known = frozenset(seconds) & table.keys()
+        nodes = {name: replace(c, seconds=seconds[name]) if name in known else c for name, c in table.items()}
+        hardware = replace(
+            table.hardware,
+            name=MEASURED,
+            node_s=table.hardware.node_s if self.node_s is None else self.node_s,
+            comm_share=table.hardware.comm_share if self.comm_share is None else self.comm_share,
+        )
+        return CostTable(nodes, hardware, MEASURED, known)
+
+
+def _comm_share(step: StepProfile) -> float | None:
+    in_flight = length((each.launched, each.end) for each in transfers(step))
+    if not in_flight or step.threads > 1:
+        return None
+    return min(max((step.process - step.thread) / in_flight, 0.0), 1.0)
+
+
+def reduced(tables: Sequence[CostTable], chunk: ChunkGraph) -> CostTable:
+    """One table of several of the same structure; at least one.
+
+    Figures other than times, such as bytes, are the largest of any table.
+    """
+    known = frozenset().union(*(table.known for table in tables))
+    nodes = {}
+    for node in chunk.nodes:
+        having = [table for table in tables if node.name in table.known] or tables
+        pick = min if node.lane is Lane.COMM else max
+        every = [table[node.name] for table in tables]
+        largest = NodeCost(*(max(getattr(cost, each.name) for cost in every) for each in fields(NodeCost)))
+        nodes[node.name] = replace(largest, seconds=pick(table[node.name].seconds for table in having))
+    sources = [table.source for table in tables if table.known] or [table.source for table in tables]
+    return CostTable(nodes, _reduced_hardware([table.hardware for table in tables]), max(sources), known)
+
+
+def _reduced_hardware(machines: Sequence[Hardware]) -> Hardware:
+    """What was measured before what was not; of that the largest shares and times of the host."""
+    having = [each for each in machines if each.name == MEASURED] or machines
+    # Ranks with other presets are refused by nobody, so which of them it is must not depend on their order.
+    base = max(having, key=lambda each: astuple(replace(each, node_s=0.0, comm_share=0.0)))
+    return replace(base, node_s=max(h.node_s for h in having), comm_share=max(h.comm_share for h in having))
+
+
+class Costs:
+    """The cost tables of one model: this rank's own, and those that the ranks have agreed on."""
+
+    def __init__(self, config: OverlapConfig) -> None:
+        self._config = config
+        self._defaults: dict[str, CostTable] = {}
+        self._own: dict[str, CostTable] = {}
+        self._agreed: dict[str, CostTable] = {}
+        self._measured: Measured | None = None
+        self._not_told: set[str] = set()  # structures that were measured since the ranks agreed on them
+
+    @property
+    def decide(self) -> bool:
+        """Whether the order of a plan depends on costs."""
+        return callable(self._config.schedule) or self._config.schedule == "auto"
+
+    def add(self, structure: str, chunk: ChunkGraph) -> None:
+        """Let a structure be known. Raises ConfigError if the user's table does not fit it."""
+        if structure not in self._defaults:
+            self._defaults[structure] = default_costs(chunk, self._config)
+
+    def of(self, structure: str) -> CostTable:
+        """What the ranks agreed on; before, and where no order depends on it, this rank's own."""
+        return self._agreed[structure] if self.decide and structure in self._agreed else self.own(structure)
+
+    def own(self, structure: str) -> CostTable:
+        """What this rank knows by itself."""
+        if structure not in self._own:
+            table = self._defaults[structure]
+            self._own[structure] = table if self._measured is None else self._measured.over(table, structure)
+        return self._own[structure]
+
+    def measure(self, steps: Sequence[StepProfile]) -> None:
+        """Take what profiled steps tell instead of what was measured before; nothing if the user names the costs."""
+        if self._config.costs is None and steps:
+            self._measured = Measured.of(steps)
+            self._own.clear()
+            self._not_told = set(self._measured.seconds)
+
+    def has_news(self, structures: Iterable[str]) -> bool:
+        """Whether orders of these structures depend on what the other ranks have not been told."""
+        return self.decide and any(each not in self._agreed or each in self._not_told for each in structures)
+
+    def agree(self, tables: Tables) -> None:
+        """Take what the ranks have agreed on."""
+        for structure, table in tables.items():
+            if self._agreed.get(structure) != table:
+                self._agreed[structure] = table
+        self._not_told -= tables.keys()
