@@ -25,7 +25,7 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
 from fxoverlap.ir import Plan, runs_forward
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
-from fxoverlap.planner import KINDS, Built, Planner, Variant, set_buffers
+from fxoverlap.planner import Built, Planner, Variant, set_buffers
 from fxoverlap.report import Report, golden, make_report, write_timeline
 from fxoverlap.runtime import (
     Fingerprint,
@@ -138,7 +138,7 @@ class OverlappedModel(nn.Module):
     def prepare(self, microbatch: Any) -> None:
         """Capture and plan for microbatches like this one, without running anything."""
         given = as_microbatch(microbatch)
-        self._planner.prepare(self._planner.variants_for([flatten(given)], [given]) * 2)
+        self._planner.prepare(self._planner.variants_for([flatten(given)], [given]) * 3)
 
     def step(self, microbatches: Sequence[Any], outputs: bool = True) -> StepResult:
         """Forward and backward of all microbatches; gradients accumulate in `.grad` as in eager.
@@ -227,7 +227,15 @@ class OverlappedModel(nn.Module):
         write_timeline(path, steps[-1], dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
     def plan(self, kind: str) -> Plan:
-        """The plan of one kind ("F", "FB", "B") for the latest variants. `str` of it has one line an instance."""
+        """The plan of one kind for the latest variants. `str` of it has one line an instance.
+
+        Args:
+            kind: "F", "FB", "B", or of two microbatches in the same phase "FF", "BB".
+
+        Raises:
+            ConfigError: there is no such kind.
+            UnsupportedError: nothing has been traced yet, or the model forbids such a plan.
+        """
         return self._planner.latest_built(kind).fused.plan
 
     def fused_graph(self, kind: str) -> fx.GraphModule:
@@ -240,19 +248,20 @@ class OverlappedModel(nn.Module):
 
     def report(self) -> Report:
         """What was captured, planned and moved, and what the profiled steps took."""
-        variant = self._planner.latest()[0]
+        variant, microbatches = self._planner.latest()[0], self._microbatches
         position = {i: value for value, i in variant.layout.index.items()}
         names = {each.value: each.name for each in variant.capture.joint.inputs}
         return make_report(
             variant.chunk,
-            {kind: self.plan(kind) for kind in KINDS},
-            self._microbatches,
+            self.plan("FB"),
+            self._planner.latest_rounds(microbatches) if microbatches is not None else None,
             self._planner.records,
             self._planner.variants,
             [names[position[i]] for i in sorted(variant.layout.snapshots)],
             variant.capture.assigned,
             self.config,
             self._profiling or self._profiled,
+            self._planner.alone,
         )
 
     def _given(self, microbatches: Sequence[Any]) -> list[Microbatch]:
@@ -276,8 +285,7 @@ class OverlappedModel(nn.Module):
             ready.variants = self._planner.variants_for(ready.parts, ready.given)
             ready.has_news = self._planner.has_news(ready.variants)
             if not ready.has_news:
-                ready.programs = self._planner.prepare(ready.variants)
-            ready.rounds = self._planner.rounds(len(ready.variants))
+                self._plan(ready)
             interrupts.check()
         except (Exception, KeyboardInterrupt) as error:
             failure = error
@@ -292,6 +300,10 @@ class OverlappedModel(nn.Module):
             self._plan_together(ready)
         return ready
 
+    def _plan(self, ready: _Ready) -> None:
+        ready.programs = self._planner.prepare(ready.variants)
+        ready.rounds = self._planner.rounds(len(ready.variants))
+
     def _plan_together(self, ready: _Ready) -> None:
         """Share costs with the other ranks, plan with what all of them know, and agree on the plans."""
         planner, first, ready.has_news = self._planner, ready.agreement, False
@@ -299,7 +311,7 @@ class OverlappedModel(nn.Module):
         planner.costs.agree(share(ready.groups, planner.own_costs(ready.variants), planner.reduce_costs, costs, first))
         failure: BaseException | None = None
         try:
-            ready.programs = planner.prepare(ready.variants)
+            self._plan(ready)
             interrupts.check()
         except (Exception, KeyboardInterrupt) as error:
             failure = error

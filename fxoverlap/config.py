@@ -72,8 +72,9 @@ class OverlapConfig:
             `(f, b, costs, config) -> list[(ScheduleNode, "F" | "B")]`.
         delay_wgrad: weight-gradient nodes are separate and movable.
         recompute: what is computed again in the backward.
-        early_release: less memory, less cover.
-        ramp: how the first forward is covered, "none" or "pair".
+        early_release: a layer's pre_dispatch.B comes before experts.F of the layer beside it: less memory, less cover.
+        ramp: how the first forward and the last backward are covered, "none" or "pair": the first two forwards run
+            beside each other, and the last two backwards, with one more microbatch of activations.
         memory_budget: bytes a rank, or None.
         imbalance: factor on balanced rows for which memory is planned, at least 1.
         compile: None, "inductor", or a backend `(gm, example_inputs) -> callable`.
@@ -187,8 +188,6 @@ class OverlapConfig:
     def _refuse_what_is_missing(self) -> None:
         missing = {
             "recompute": self.recompute is not None,
-            "early_release": self.early_release,
-            "ramp": self.ramp == "pair",
             "memory_budget": self.memory_budget is not None,
             "compile": self.compile is not None,
             "opaque": len(self.opaque) > 0,

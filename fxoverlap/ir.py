@@ -268,6 +268,8 @@ class ChunkGraph:
             reads (after the pass `bytes`); views share a storage.
         modules: by node name, the node's ops as a module with boxed arguments; structurally identical nodes share one
             (after the pass `extract`).
+        acting: names of the nodes with random draws, writes, or collectives that are no exchanges, in the order that
+            `effects` keeps.
     """
 
     joint: JointGraph | None
@@ -277,6 +279,7 @@ class ChunkGraph:
     costs: Mapping[str, NodeCost] = field(default_factory=dict)
     buffers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+    acting: tuple[str, ...] = ()
 
     stage = "chunk"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -22,18 +22,28 @@ from fxoverlap.capture import Capture, capture
 from fxoverlap.config import OverlapConfig
 from fxoverlap.costing import Costs, Tables, reduced, structure_of
 from fxoverlap.errors import ConfigError, UnsupportedError
-from fxoverlap.ir import ChunkGraph, CostTable, FusedGraph, InputKind, JointGraph, Plan
+from fxoverlap.ir import ChunkGraph, CostTable, FusedGraph, InputKind, JointGraph, Plan, Round
 from fxoverlap.microbatch import Leaves, Microbatch
 from fxoverlap.passes import op_facts
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
+from fxoverlap.ramp import why_alone
 from fxoverlap.refusals import check_leaves
 from fxoverlap.report.golden import golden
 from fxoverlap.runtime import Fingerprint, Layout, Program, lower
-from fxoverlap.schedule import build_plan, plan_in_order, rounds_of
+from fxoverlap.schedule import (
+    build_pair,
+    build_plan,
+    kind_of,
+    labels_of,
+    plan_in_order,
+    rounds_of,
+    rounds_with,
+)
 from fxoverlap.schedule.cost import of_plan
 from fxoverlap.variants import STRUCTURE, Key, around_key, microbatch_key
 
-KINDS = ("F", "FB", "B")
+KINDS = ("F", "FB", "B", "FF", "BB")
+PAIRS = ("FF", "BB")
 
 # There may be as many as sequences of variants.
 _KEPT_FINGERPRINTS = 32
@@ -56,6 +66,7 @@ class Variant:
         born: the tensors that become buffers which are None so far, by FQN.
         loss_dtype: dtype of the loss.
         groups: names of the process groups of its collectives, in trace order.
+        alone: by kind, "FF" or "BB", why there are no such plans with it; nothing where there are.
     """
 
     capture: Capture
@@ -66,10 +77,22 @@ class Variant:
     born: dict[str, torch.Tensor]
     loss_dtype: torch.dtype
     groups: tuple[str, ...]
+    alone: dict[str, str]
 
 
-Order = tuple[tuple[str, str], ...]
-"""(name of the node, microbatch) of each instance of a plan."""
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The order that was chosen for some structures.
+
+    Attributes:
+        tables: what it was chosen by, by `Instance.mb`.
+        costs: these as one table.
+        order: (name of the node, microbatch) of each instance.
+    """
+
+    tables: Mapping[str, CostTable]
+    costs: CostTable
+    order: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +100,13 @@ class Built:
     """A plan as a fused graph, and the program that runs it.
 
     Attributes:
-        order: of the plan.
+        chosen: the order of the plan.
         fused, program: as said.
     """
 
-    order: Order
+    chosen: Chosen
     fused: FusedGraph
     program: Program
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The order that was chosen for some structures, and the cost tables, by `Instance.mb`, by which it was."""
-
-    costs: Mapping[str, CostTable]
-    order: Order
 
 
 class Planner:
@@ -100,17 +115,19 @@ class Planner:
     Attributes:
         records: what every pass did, in order.
         costs: what the nodes of the captured variants cost.
+        alone: what forbids `ramp="pair"` in the latest step, None if nothing does.
     """
 
     def __init__(self, model: nn.Module, config: OverlapConfig) -> None:
         self._model, self._config = model, config
         self._variants: dict[Key, Variant] = {}
-        self._chosen: dict[tuple[tuple[str, str], ...], _Chosen] = {}
+        self._chosen: dict[tuple[tuple[str, str], ...], Chosen] = {}
         self._built: dict[tuple[tuple[str, int], ...], Built] = {}
         self._latest: tuple[Variant, Variant] | None = None
         self._fingerprints: dict[tuple[int, ...], Fingerprint] = {}
         self.records: list[PassRecord] = []
         self.costs = Costs(config)
+        self.alone: str | None = None
 
     @property
     def variants(self) -> int:
@@ -163,32 +180,50 @@ class Planner:
     def built(self, met: Mapping[str, Variant]) -> Built:
         """The program in which these variants meet, by `Instance.mb`."""
         key = tuple((mb, id(variant)) for mb, variant in met.items())
-        order, known = self._order(met), self._built.get(key)
-        if known is None or known.order is not order:
-            plan = plan_in_order(order, {mb: variant.chunk for mb, variant in met.items()})
+        chosen, known = self._choose(met), self._built.get(key)
+        if known is not None and known.chosen is chosen:
+            return known
+        if known is not None and known.chosen.order == chosen.order:
+            plan = replace(known.fused.plan, costs=chosen.costs)
+            self._built[key] = Built(chosen, replace(known.fused, plan=plan), known.program)
+        else:
+            plan = plan_in_order(chosen.order, {mb: variant.chunk for mb, variant in met.items()}, chosen.costs)
             fused = to_fused(plan, self._config, self.records)
             _dump(fused.plan)
             program = lower(fused, {mb: variant.layout for mb, variant in met.items()})
-            self._built[key] = Built(order, fused, program)
-            if known is not None:
-                self._fingerprints.clear()  # their keys are addresses of programs
+            self._built[key] = Built(chosen, fused, program)
+        self._fingerprints.clear()  # their keys are addresses of what is built
         return self._built[key]
 
-    def _order(self, met: Mapping[str, Variant]) -> Order:
-        """The order of the plan in which variants of these structures meet; the same object until it changes."""
+    def _choose(self, met: Mapping[str, Variant]) -> Chosen:
+        """The order of the plan in which variants of these structures meet."""
         key = tuple((mb, variant.structure) for mb, variant in met.items())
         tables = {mb: self.costs.of(variant.structure) for mb, variant in met.items()}
         known = self._chosen.get(key)
-        if known is None or any(table is not known.costs[mb] for mb, table in tables.items()):
+        if known is None or any(table is not known.tables[mb] for mb, table in tables.items()):
             chunks = {mb: variant.chunk for mb, variant in met.items()}
-            plan = build_plan(chunks.get("F"), chunks.get("B"), self._config, of_plan(chunks, tables))
+            costs, kind = of_plan(chunks, tables), kind_of(chunks)
+            if kind in PAIRS:
+                first, second = chunks.values()
+                plan = build_pair(kind, first, second, self._config, costs)
+            else:
+                plan = build_plan(chunks.get("F"), chunks.get("B"), self._config, costs)
             order = tuple((each.node.name, each.mb) for each in plan.order)
-            self._chosen[key] = _Chosen(tables, known.order if known is not None and known.order == order else order)
-        return self._chosen[key].order
+            self._chosen[key] = Chosen(tables, costs, order)
+        return self._chosen[key]
 
     def rounds(self, microbatches: int) -> list[dict[str, int]]:
         """For each round of a step, the number of the microbatch that each `Instance.mb` of its plan stands for."""
-        return rounds_of(microbatches, pair=False)
+        return rounds_of(microbatches, self._pairs())
+
+    def latest_rounds(self, microbatches: int) -> list[Round]:
+        """The rounds of a step over so many microbatches of the latest variants."""
+        kinds = {kind_of(each) for each in self.rounds(microbatches)}
+        plans = {kind: self.latest_built(kind).fused.plan for kind in kinds}
+        return rounds_with(plans, microbatches, self._pairs())
+
+    def _pairs(self) -> bool:
+        return self._config.ramp == "pair" and self.alone is None
 
     def has_news(self, variants: Sequence[Variant]) -> bool:
         """Whether the ranks have to share their costs before they plan a step over these variants."""
@@ -207,6 +242,7 @@ class Planner:
     def prepare(self, variants: list[Variant]) -> list[Built]:
         """The programs of a step over microbatches of these variants, one a round; they become the latest."""
         self._latest = (variants[-1], variants[max(len(variants) - 2, 0)])
+        self.alone = next((each.alone[kind] for kind in PAIRS for each in variants if kind in each.alone), None)
         return [self.built({mb: variants[i] for mb, i in each.items()}) for each in self.rounds(len(variants))]
 
     def latest(self) -> tuple[Variant, Variant]:
@@ -219,11 +255,19 @@ class Planner:
         return self._latest
 
     def latest_built(self, kind: str) -> Built:
-        """The program of one kind for the latest variants. Raises ConfigError for an unknown kind."""
+        """The program of one kind for the latest variants.
+
+        Raises ConfigError for an unknown kind, UnsupportedError for one that these variants cannot have.
+        """
         if kind not in KINDS:
-            raise ConfigError(f"plan kind is {kind!r}; allowed in this version: {', '.join(KINDS)}.")
-        latest = dict(zip("FB", self.latest(), strict=True))
-        return self.built({mb: latest[mb] for mb in kind})
+            raise ConfigError(f"plan kind is {kind!r}; allowed: {', '.join(KINDS)}.")
+        later, earlier = self.latest()
+        if kind not in PAIRS:
+            return self.built({mb: later if mb == "F" else earlier for mb in kind})
+        for each in (earlier, later):
+            if kind in each.alone:
+                raise UnsupportedError(f"There is no plan {kind!r}: {each.alone[kind]}. Ask for F, FB or B.")
+        return self.built(dict(zip(labels_of(kind), (earlier, later), strict=True)))
 
     def fingerprint(self, programs: list[Built]) -> Fingerprint:
         """What is equal on two ranks if they run the same programs in a step; no lengths, costs or tensors."""
@@ -293,7 +337,8 @@ class Planner:
         structure = structure_of(chunk)
         self.costs.add(structure, chunk)
         dtype, groups = loss.meta["val"].dtype, _groups(joint)
-        return Variant(captured, chunk, structure, Layout.of(chunk), constants, born, dtype, groups)
+        alone = {kind: why for kind in PAIRS if (why := why_alone(chunk, kind, captured.born)) is not None}
+        return Variant(captured, chunk, structure, Layout.of(chunk), constants, born, dtype, groups, alone)
 
 
 def _dump(plan: Plan) -> None:

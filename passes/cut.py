@@ -62,7 +62,9 @@ def cut(joint: JointGraph, config: OverlapConfig) -> ChunkGraph:
     order = [*_key_order(forward), *_key_order(backward)]
     made = make_nodes(joint, keys, order)
     layers = 1 + max((node.layer for node in made if node.layer is not None), default=-1)
-    return ChunkGraph(joint, made, _effects(joint, made), layers)
+    acting = _acting(joint, made)
+    # Consecutive ones must keep their order.
+    return ChunkGraph(joint, made, tuple(pairwise(acting)), layers, acting=acting)
 
 
 cut.stage = "chunk"  # type: ignore[attr-defined]
@@ -283,9 +285,9 @@ def _schedule_node(key: Key, ops: list[fx.Node]) -> ScheduleNode:
     return ScheduleNode(layer, slot, phase, lane, tuple(node.name for node in ops), tuple(reads), writes)
 
 
-def _effects(joint: JointGraph, nodes: tuple[ScheduleNode, ...]) -> tuple[tuple[str, str], ...]:
-    """Consecutive nodes that draw random numbers or have other effects must keep their order."""
+def _acting(joint: JointGraph, nodes: tuple[ScheduleNode, ...]) -> tuple[str, ...]:
+    """The nodes that draw random numbers or have other effects."""
     by_name = {node.name: node for node in joint.module.graph.nodes}
     launches = {name for each in joint.exchanges for name in each.launches}
-    acting = [n.name for n in nodes if any(op_facts.keeps_order(by_name[op]) and op not in launches for op in n.ops)]
-    return tuple(pairwise(acting))
+    effects = {op for node in nodes for op in node.ops if op_facts.keeps_order(by_name[op]) and op not in launches}
+    return tuple(node.name for node in nodes if not effects.isdisjoint(node.ops))

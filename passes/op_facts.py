@@ -67,9 +67,15 @@ def schema(node: fx.Node) -> torch.FunctionSchema | None:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the op draws from a random number generator."""
+    """Whether the op draws from a random number generator. Attention does only where it drops something."""
     target: Any = node.target
-    return compat.is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags
+    if not (compat.is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags):
+        return False
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            return bool(given != 0)
+    return True
 
 
 def has_effect(node: fx.Node) -> bool:

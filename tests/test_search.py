@@ -37,7 +37,7 @@ def plan(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, schedule:
 
 
 def run(found: Plan, costs: CostTable) -> Simulation:
-    return simulate_plan(found, costs, costs.hardware)
+    return simulate_plan(found)
 
 
 def bound(found: Plan, costs: CostTable) -> float:

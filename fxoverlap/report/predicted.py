@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from fxoverlap.ir import Lane, Plan
-from fxoverlap.schedule import rounds_with
+from fxoverlap.ir import Lane, Plan, Round
 from fxoverlap.schedule.simulate import simulate, simulate_plan
 from fxoverlap.schedule.tasks import lower_bound, tasks_of
 
 
 def of_plan(plan: Plan) -> dict[str, Any]:
     """The fields `plan_...` of `Report`, by name."""
-    run = simulate_plan(plan, plan.costs, plan.costs.hardware)
+    run = simulate_plan(plan)
     bound = lower_bound(tasks_of(plan.chunks, plan.costs), plan.costs.hardware)
     return {
         "plan_ms": run.makespan * 1e3,
@@ -23,16 +22,9 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def of_step(plans: Mapping[str, Plan], microbatches: int, pair: bool) -> dict[str, Any]:
-    """The fields `predicted_...` of `Report`, by name.
-
-    Args:
-        plans: by kind, those of the step at least.
-        microbatches: in the step.
-        pair: whether its first two and its last two microbatches run together.
-    """
-    costs = plans["FB"].costs
-    run = simulate(rounds_with(plans, microbatches, pair), costs, costs.hardware)
+def of_step(rounds: Sequence[Round]) -> dict[str, Any]:
+    """The fields `predicted_...` of `Report`, by name."""
+    run = simulate(rounds)
     return {
         "predicted_step_ms": run.makespan * 1e3,
         "predicted_exposed_ms": run.exposed * 1e3,

@@ -6,10 +6,10 @@ that waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import accumulate
 
-from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan, Slot
+from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan, Round, Slot
 from fxoverlap.report.golden import arrivals
 from fxoverlap.report.predicted import shares
 
@@ -30,11 +30,11 @@ def covered(plan: Plan) -> tuple[int, int]:
     return sum(done[end] > done[start + 1] for start, end in spans.items()), len(spans)
 
 
-def in_step(plans: Mapping[str, Plan], microbatches: int) -> tuple[int, int]:
-    """(exchanges with real work beside them, all exchanges) of a step: F, then FB for each pair, then B."""
-    times = {"F": 1, "FB": microbatches - 1, "B": 1}
-    figures = [(covered(plans[kind]), count) for kind, count in times.items()]
-    return sum(done * count for (done, _), count in figures), sum(every * count for (_, every), count in figures)
+def in_step(rounds: Sequence[Round]) -> tuple[int, int]:
+    """(exchanges with real work beside them, all exchanges) of a step."""
+    by_kind = {each.plan.kind: covered(each.plan) for each in rounds}
+    figures = [by_kind[each.plan.kind] for each in rounds]
+    return sum(done for done, _ in figures), sum(every for _, every in figures)
 
 
 def reasons(plan: Plan, microbatches: int | None, delay_wgrad: bool) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan
+from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan, Round
 from fxoverlap.pipeline import PassRecord
 from fxoverlap.report.measured import figures, node_times
 from fxoverlap.report.predicted import of_plan, of_step
@@ -159,18 +159,22 @@ def _plain(value: Any) -> Any:
 
 def make_report(
     chunk: ChunkGraph,
-    plans: Mapping[str, Plan],
-    microbatches: int | None,
+    plan: Plan,
+    rounds: Sequence[Round] | None,
     records: Sequence[PassRecord],
     variants: int,
     snapshots: Sequence[str],
     assigned: Sequence[str],
     config: OverlapConfig,
     profiled: Sequence[StepProfile],
+    alone: str | None,
 ) -> Report:
-    """The report of a chunk, its plans by kind, a step of so many microbatches (None: none yet), and profiled steps."""
-    plan = plans["FB"]
-    done, planned = covered(plan) if microbatches is None else in_step(plans, microbatches)
+    """The report of a chunk, its FB plan, a step in rounds (None: none yet), and profiled steps.
+
+    `alone` is what forbids pairs of microbatches in the same phase, if anything does.
+    """
+    done, planned = covered(plan) if rounds is None else in_step(rounds)
+    microbatches = None if rounds is None else 1 + max(i for each in rounds for i in each.microbatches.values())
     moved = count_moved(plan.order)
     warnings = []
     has_weights = any(node.phase is Phase.W for node in chunk.nodes)
@@ -179,10 +183,15 @@ def make_report(
         warnings.append(f"OverlapConfig.layers={config.layers!r} matches no module, so no layer has edges of its own.")
     if config.delay_wgrad and has_weights and moved == 0:
         warnings.append("delay_wgrad=True, but the schedule moved no W node: all run right behind their B node.")
+    if config.ramp == "pair" and alone is not None:
+        warnings.append(f'ramp="pair" has no effect: {alone}.')
+    elif config.ramp == "pair" and microbatches == 1:
+        warnings.append('ramp="pair", but the last step had one microbatch, which has no partner; give it two or more.')
     exchanges = sum(node.lane is Lane.COMM for node in chunk.nodes)
     if exchanges == 0:
         warnings.append("No exchange was found in the model, so there is no communication to hide.")
     times = node_times(profiled)
+    measured: dict[str, Any] = figures(profiled)
     return Report(
         nodes=tuple(_row(node, chunk, times) for node in chunk.nodes),
         exchanges_per_microbatch=exchanges,
@@ -201,9 +210,9 @@ def make_report(
         warnings=tuple(warnings),
         little_hidden=reasons(plan, microbatches, config.delay_wgrad),
         **of_plan(plan),
-        **(of_step(plans, microbatches, pair=False) if microbatches is not None else {}),
+        **(of_step(rounds) if rounds else {}),
         profiled_steps=len(profiled),
-        **figures(profiled),
+        **measured,
     )
 
 

@@ -1,11 +1,12 @@
 """Chunk graphs + a policy -> Plan.
 
 In:  the chunk graph whose F nodes run, the one whose B and W nodes run (either may be None), the config, and what the
-     nodes cost.
+     nodes cost; or the chunk graphs of two microbatches in the same phase.
 Out: a Plan that holds every F (B and W) node once, in a legal order.
 
-An order is legal if every value is made before it is read within its microbatch, and if nodes with effects keep
-their order. Raises UnsupportedError, naming the edge, for a policy whose order is not.
+An order is legal if every value is made before it is read within its microbatch, if nodes with effects keep their
+order, and if two microbatches in the same phase keep theirs where it counts (`pairs.edges_between`). Raises
+UnsupportedError, naming the edge, for a policy whose order is not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode
 from fxoverlap.schedule.cost import default_costs, of_plan
-from fxoverlap.schedule.policies import Order, auto, megatron, sequential, unplaced
+from fxoverlap.schedule.pairs import edges_between, labels_of
+from fxoverlap.schedule.policies import Order, auto, megatron, pair, sequential, unplaced
+from fxoverlap.schedule.rounds import kind_of
+from fxoverlap.schedule.tasks import nodes_of
 
 Policy = Callable[[ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]]
 
@@ -35,30 +39,59 @@ def build_plan(
         costs: of the nodes that run, as `cost.of_plan` gives them; None: the default costs of the chunks.
     """
     policy = config.schedule if callable(config.schedule) else BUILT_IN[config.schedule]
+    chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
     if costs is None:
-        chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
-        costs = of_plan(chunks, {mb: default_costs(chunk, config) for mb, chunk in chunks.items()})
+        costs = _default_costs(chunks, config)
     order = _as_order(policy(f, b, costs, config))
-    _check_entries(order, f, b)
-    order += unplaced(order, b)
-    return _checked(order, f, b)
+    return plan_of(order, chunks, costs)
 
 
-def plan_in_order(names: Iterable[tuple[str, str]], chunks: Mapping[str, ChunkGraph]) -> Plan:
+def build_pair(
+    kind: str, first: ChunkGraph, second: ChunkGraph, config: OverlapConfig, costs: CostTable | None = None
+) -> Plan:
+    """The plan in which two microbatches run their forwards (kind "FF") or their backwards ("BB").
+
+    Policies know of one forward and one backward only, so the order is that of `policies.pair` whatever the schedule
+    is.
+    """
+    chunks = dict(zip(labels_of(kind), (first, second), strict=True))
+    if costs is None:
+        costs = _default_costs(chunks, config)
+    return plan_of(pair(chunks, costs, config, kind), chunks, costs)
+
+
+def plan_in_order(names: Iterable[tuple[str, str]], chunks: Mapping[str, ChunkGraph], costs: CostTable) -> Plan:
     """The plan of an order of (name of the node, microbatch) pairs, such as another plan of the same structures has."""
     nodes = {mb: {node.name: node for node in chunk.nodes} for mb, chunk in chunks.items()}
-    return _checked([(nodes[mb][name], mb) for name, mb in names], chunks.get("F"), chunks.get("B"))
+    return plan_of([(nodes[mb][name], mb) for name, mb in names], chunks, costs)
 
 
-def _checked(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> Plan:
-    """The plan of a complete order. Raises UnsupportedError if the order is incomplete, or not legal."""
-    chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
-    kind = ("F" if f is not None else "") + ("B" if b is not None else "")
-    _check_complete(order, f, b)
-    for mb, chunk in (("F", f), ("B", b)):
-        if chunk is not None:
-            _check_legal([node for node, each in order if each == mb], chunk, mb)
+def plan_of(order: Order, chunks: Mapping[str, ChunkGraph], costs: CostTable) -> Plan:
+    """The plan with this order, behind which the W nodes come that it leaves out.
+
+    Args:
+        order: (node, `Instance.mb`) pairs.
+        chunks: by `Instance.mb`, the earlier microbatch first where there are two of one phase.
+        costs: what the order was chosen by.
+
+    Raises:
+        UnsupportedError: the order is not legal, or does not hold what it must.
+    """
+    nodes = {mb: nodes_of(mb, chunk) for mb, chunk in chunks.items()}
+    _check_entries(order, nodes)
+    left_out = unplaced(order, chunks)
+    _check_complete(order, left_out)
+    order = [*order, *left_out]
+    for mb, chunk in chunks.items():
+        _check_legal([node for node, each in order if each == mb], chunk, mb)
+    kind = kind_of(chunks)
+    if len(set(kind)) < len(kind):
+        _check_between(order, kind, chunks)
     return Plan(kind, chunks, tuple(Instance(node, mb) for node, mb in order), costs)
+
+
+def _default_costs(chunks: Mapping[str, ChunkGraph], config: OverlapConfig) -> CostTable:
+    return of_plan(chunks, {mb: default_costs(chunk, config) for mb, chunk in chunks.items()})
 
 
 def _as_order(returned: object) -> Order:
@@ -69,8 +102,8 @@ def _as_order(returned: object) -> Order:
     return list(returned)
 
 
-def _check_entries(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
-    known = {"F": _names(f, (Phase.F,)), "B": _names(b, (Phase.B, Phase.W, Phase.R))}
+def _check_entries(order: Order, nodes: Mapping[str, list[ScheduleNode]]) -> None:
+    known = {mb: {node.name for node in own} for mb, own in nodes.items()}
     for entry in order:
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], ScheduleNode)):
             raise UnsupportedError(f'The policy returned {entry!r}; expected pairs of a ScheduleNode and "F" or "B".')
@@ -82,21 +115,14 @@ def _check_entries(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> 
             )
 
 
-def _names(chunk: ChunkGraph | None, phases: tuple[Phase, ...]) -> set[str]:
-    return {node.name for node in chunk.nodes if node.phase in phases} if chunk is not None else set()
-
-
-def _check_complete(order: Order, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
+def _check_complete(order: Order, left_out: Order) -> None:
     placed = Counter((node.name, mb) for node, mb in order)
     twice = [name for name, count in placed.items() if count > 1]
     if twice:
         raise UnsupportedError(f"The policy placed {twice[0][0]} more than once; place every node once.")
-    needed = {(name, "F") for name in _names(f, (Phase.F,))} | {(name, "B") for name in _names(b, (Phase.B, Phase.R))}
-    missing = sorted(needed - set(placed))
+    missing = sorted(node.name for node, _ in left_out if node.phase is not Phase.W)
     if missing:
-        raise UnsupportedError(
-            f"The policy left out {', '.join(name for name, _ in missing)}; only W nodes may be left out."
-        )
+        raise UnsupportedError(f"The policy left out {', '.join(missing)}; only W nodes may be left out.")
 
 
 def _check_legal(order: list[ScheduleNode], chunk: ChunkGraph, mb: str) -> None:
@@ -121,3 +147,15 @@ def _check_legal(order: list[ScheduleNode], chunk: ChunkGraph, mb: str) -> None:
                     f"both draw random numbers or have other effects. Place {earlier} before {node.name}."
                 )
         done.add(node.name)
+
+
+def _check_between(order: Order, kind: str, chunks: Mapping[str, ChunkGraph]) -> None:
+    """What two microbatches in the same phase must do in their order."""
+    one, two = labels_of(kind)
+    position = {(node.name, mb): i for i, (node, mb) in enumerate(order)}
+    for earlier, later, why in edges_between(chunks[one], chunks[two], kind):
+        if position[later, two] < position[earlier, one]:
+            raise UnsupportedError(
+                f"The policy's order is illegal: {later} of microbatch {two!r} must follow {earlier} of microbatch "
+                f"{one!r}, because {why}. Place {earlier} of {one!r} before it."
+            )

@@ -7,14 +7,20 @@ the host issues them. W nodes that it leaves out are flushed at the end. `plan.b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, Slot
+from fxoverlap.schedule.pairs import edges_between
+from fxoverlap.schedule.rounds import kind_of
 from fxoverlap.schedule.search import search
 from fxoverlap.schedule.simulate import simulate_plan
-from fxoverlap.schedule.tasks import Edge, tasks_of
+from fxoverlap.schedule.tasks import Edge, nodes_of, tasks_of
+
+_EQUAL = 1e-9
+"""Makespans that differ by less are sums of the same times."""
 
 Order = list[tuple[ScheduleNode, str]]
 
@@ -38,24 +44,32 @@ def megatron(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, confi
     exchanges queue up and the host reads the counts. The comm lane has nothing to do under pre_dispatch.F.
 
     Weight gradients are computed where exchanges are in flight; those of the first layer come last. Where no layer of
-    a pair exchanges tokens, but one of a later pair does, they wait for that pair.
+    a pair exchanges tokens, but one of a later pair does, they wait for that pair. With `early_release` the backward of
+    a pair is done with its layer before the forward computes experts.
     """
-    del costs, config
+    del costs
     issue = _Issue(f, b)
     issue.f(None, Slot.PRE_PROCESS)
     issue.b(None, Slot.POST_PROCESS)
     pairs = list(zip_longest(*issue.layers()))
     last_cover = max((k for k, (i, j) in enumerate(pairs) if issue.exchanges(i, j)), default=-1)
     for k, (i, j) in enumerate(pairs):
-        _pair(issue, i, j, issue.exchanges(i, j) or k > last_cover)
+        _pair(issue, i, j, issue.exchanges(i, j) or k > last_cover, config.early_release)
     issue.f(None, Slot.POST_PROCESS)
     issue.b(None, Slot.PRE_PROCESS)
     issue.rest()
     return issue.order
 
 
-def _pair(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
-    """Layer i of the forward beside layer j of the backward; `covers`: whether weight gradients are computed here."""
+def _pair(issue: _Issue, i: int | None, j: int | None, covers: bool, early_release: bool) -> None:
+    """Layer i of the forward beside layer j of the backward.
+
+    Args:
+        issue: what takes the nodes.
+        i, j: the layers, None where there is none.
+        covers: whether weight gradients are computed here.
+        early_release: whether the backward is done with its layer before the forward computes experts.
+    """
     issue.f(i, Slot.PRE_DISPATCH)
     issue.f(i, Slot.COUNTS)
     issue.b(j, Slot.POST_COMBINE)
@@ -71,6 +85,8 @@ def _pair(issue: _Issue, i: int | None, j: int | None, covers: bool) -> None:
     if covers:
         issue.w(j, Slot.EXPERTS)
         issue.w(j, Slot.SHARED)
+    if early_release:
+        issue.b(j, Slot.PRE_DISPATCH)
     issue.f(i, Slot.EXPERTS)
     issue.f(i, Slot.COMBINE)
     issue.b(j, Slot.PRE_DISPATCH)
@@ -83,29 +99,65 @@ def auto(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: O
     So it is never worse than `megatron` and `sequential` on the machine that the costs are for.
     """
     chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
-    orders = [best_merge(chunks, costs)]
-    for policy in (megatron, sequential):
-        order = policy(f, b, costs, config)
-        orders.append(order + unplaced(order, b))
-    return min(orders, key=lambda order: _makespan(chunks, order, costs))
+    release = early_release_edges(f, b) if config.early_release and f is not None and b is not None else []
+    edges = [(("B", first), ("F", then)) for first, then in release]
+    fixed = [policy(f, b, costs, config) for policy in (megatron, sequential)]
+    return _fastest([_searched(chunks, costs, edges), *fixed], chunks, costs)
 
 
-def best_merge(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge] = ()) -> Order:
-    """The best order of the nodes of some microbatches that the search finds."""
+def pair(chunks: Mapping[str, ChunkGraph], costs: CostTable, config: OverlapConfig, kind: str) -> Order:
+    """The order of two microbatches in the same phase: the best that a search finds, or one after the other.
+
+    Args:
+        chunks: of the earlier and of the later microbatch.
+        costs: by node name.
+        config: with `schedule="sequential"` one microbatch follows the other.
+        kind: "FF" or "BB".
+    """
+    one_by_one = [(node, mb) for mb, chunk in chunks.items() for node in nodes_of(mb, chunk)]
+    if config.schedule == "sequential":
+        return one_by_one
+    (one, first), (two, second) = chunks.items()
+    edges = [((one, each.earlier), (two, each.later)) for each in edges_between(first, second, kind)]
+    return _fastest([_searched(chunks, costs, edges), one_by_one], chunks, costs)
+
+
+def unplaced(order: Order, chunks: Mapping[str, ChunkGraph]) -> Order:
+    """The nodes that an order leaves out."""
+    placed = {(node.name, mb) for node, mb in order}
+    return [(n, mb) for mb, chunk in chunks.items() for n in nodes_of(mb, chunk) if (n.name, mb) not in placed]
+
+
+def early_release_edges(f: ChunkGraph, b: ChunkGraph) -> list[tuple[str, str]]:
+    """(B node, F node that follows it) of each pair of layers, layer i of the forward and N-1-i of the backward.
+
+    `pre_dispatch.B` is the last reader of what its layer has saved, so much is free before `experts.F` saves more. It
+    waits for dispatch.B, which then has nothing but weight gradients beside it.
+    """
+    names = {node.name for node in (*f.nodes, *b.nodes)}
+    edges = [
+        (f"L{b.layers - 1 - i}.{Slot.PRE_DISPATCH.value}.B", f"L{i}.{Slot.EXPERTS.value}.F")
+        for i in range(min(f.layers, b.layers))
+    ]
+    return [edge for edge in edges if names.issuperset(edge)]
+
+
+def _searched(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge]) -> Order:
     tasks = tasks_of(chunks, costs, edges)
     found = (tasks[i].instance for i in search(tasks, costs.hardware))
     return [(instance.node, instance.mb) for instance in found]
 
 
-def unplaced(order: Order, b: ChunkGraph | None) -> Order:
-    """The W nodes that an order leaves out."""
-    placed = {node.name for node, mb in order if mb == "B"}
-    return [(n, "B") for n in (b.nodes if b is not None else ()) if n.phase is Phase.W and n.name not in placed]
-
-
-def _makespan(chunks: Mapping[str, ChunkGraph], order: Order, costs: CostTable) -> float:
-    plan = Plan("".join(chunks), chunks, tuple(Instance(node, mb) for node, mb in order), costs)
-    return simulate_plan(plan, costs, costs.hardware).makespan
+def _fastest(orders: Iterable[Order], chunks: Mapping[str, ChunkGraph], costs: CostTable) -> Order:
+    """The order with the least makespan, completed; of equal ones the first."""
+    best, least = [], math.inf
+    for each in orders:
+        order = [*each, *unplaced(each, chunks)]
+        plan = Plan(kind_of(chunks), chunks, tuple(Instance(node, mb) for node, mb in order), costs)
+        makespan = simulate_plan(plan).makespan
+        if makespan < least * (1 - _EQUAL):
+            best, least = order, makespan
+    return best
 
 
 class _Issue:

@@ -1,6 +1,6 @@
 """A step as it would run on a machine: discrete events over lanes.
 
-In:  the rounds of a step, the costs of their nodes by name, and a `Hardware`.
+In:  the rounds of a step, whose plans know what their nodes cost and on what machine.
 Out: a `Simulation`: when each node instance runs, and the figures that follow.
 
 The machine:
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fxoverlap.ir import ChunkGraph, Instance, Lane, NodeCost, Plan, Round, ScheduleNode, Slot
+from fxoverlap.ir import ChunkGraph, Instance, Lane, Plan, Round, ScheduleNode, Slot
 from fxoverlap.schedule.cost import Hardware
 from fxoverlap.schedule.intervals import common, length
 
@@ -117,9 +117,9 @@ class Machine:
         return self.host
 
 
-def simulate(rounds: Sequence[Round], costs: Mapping[str, NodeCost], hardware: Hardware) -> Simulation:
-    """Run a step on a machine that takes `costs` for its nodes."""
-    machine, slices = Machine(hardware), []
+def simulate(rounds: Sequence[Round]) -> Simulation:
+    """Run a step, of at least one round, on the machine that its first plan was made for."""
+    machine, slices = Machine(rounds[0].plan.costs.hardware), []
     ready: dict[Value, float] = {}
     for each in rounds:
         counted = {mb: counts_of(chunk) for mb, chunk in each.plan.chunks.items()}
@@ -127,7 +127,7 @@ def simulate(rounds: Sequence[Round], costs: Mapping[str, NodeCost], hardware: H
         for instance in each.plan.order:
             node, number = instance.node, each.microbatches[instance.mb]
             inputs = max((ready.get((number, value), 0.0) for value in node.reads), default=0.0)
-            took = costs[node.name].seconds
+            took = each.plan.costs[node.name].seconds
             if node.lane is Lane.COMM:
                 times = machine.launch(took, inputs, groups[instance.mb][node.name])
             else:
@@ -138,9 +138,9 @@ def simulate(rounds: Sequence[Round], costs: Mapping[str, NodeCost], hardware: H
     return _simulation(slices, peak_bytes(rounds))
 
 
-def simulate_plan(plan: Plan, costs: Mapping[str, NodeCost], hardware: Hardware) -> Simulation:
+def simulate_plan(plan: Plan) -> Simulation:
     """Run one plan by itself."""
-    return simulate([Round(plan, {mb: i for i, mb in enumerate(plan.chunks)})], costs, hardware)
+    return simulate([Round(plan, {mb: i for i, mb in enumerate(plan.chunks)})])
 
 
 def counts_of(chunk: ChunkGraph) -> set[str]:
