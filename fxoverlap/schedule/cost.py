@@ -27,6 +27,7 @@ __all__ = [
     "all_to_all_bytes",
     "default_costs",
     "hardware_of",
+    "link_seconds",
     "of_plan",
     "roofline",
     "seconds",
@@ -49,9 +50,15 @@ def seconds(node: ScheduleNode, cost: NodeCost, hardware: Hardware) -> float:
 
 def _exchange_seconds(cost: NodeCost, hardware: Hardware) -> float:
     near = min(cost.ranks, hardware.domain)
-    inside = cost.bytes_sent * (near - 1) / cost.ranks / hardware.fast_bytes_per_s
-    outside = cost.bytes_sent * (cost.ranks - near) / cost.ranks / hardware.network_bytes_per_s
-    return hardware.latency_s + max(inside, outside) / hardware.efficiency
+    inside = cost.bytes_sent * (near - 1) / cost.ranks
+    outside = cost.bytes_sent * (cost.ranks - near) / cost.ranks
+    return link_seconds(inside, outside, hardware)
+
+
+def link_seconds(inside: float, outside: float, hardware: Hardware) -> float:
+    """Time of an exchange in which a rank sends so many bytes to other ranks of its domain, and of other domains."""
+    slowest = max(inside / hardware.fast_bytes_per_s, outside / hardware.network_bytes_per_s)
+    return hardware.latency_s + slowest / hardware.efficiency
 
 
 def roofline(nodes: Iterable[ScheduleNode], costs: Mapping[str, NodeCost], hardware: Hardware) -> dict[str, NodeCost]:

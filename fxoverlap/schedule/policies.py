@@ -168,7 +168,7 @@ class _Issue:
 
     def __init__(self, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
         self._depth = tuple(0 if chunk is None else chunk.layers for chunk in (f, b))
-        self._left = {"F": _nodes(f, (Phase.F,)), "B": _nodes(b, (Phase.B, Phase.W))}
+        self._left = {"F": _nodes(f, (Phase.F,)), "B": _nodes(b, (Phase.B, Phase.W, Phase.R))}
         self._needs = {"F": _needs(f), "B": _needs(b)}
         self._rank = {key: i for i, key in enumerate(self._left["B"])}
         self._w = _by_layer(self._left["B"])

@@ -55,8 +55,9 @@ class Simulation:
         makespan: from the first issue until every lane is done.
         busy: by lane, the time in which it runs something.
         exposed: time in which token exchanges are in flight and the compute lane does not run a node.
-        overlap_pct: share of the time in which token exchanges are in flight (from their launch until their data has
-            come) in which the compute lane runs nodes, in %; None without token exchanges.
+        overlap_pct: share of the time in which token exchanges are in flight in which the compute lane runs nodes, in
+            %; None without token exchanges. As in Holistic Trace Analysis, an exchange that the host has issued, but
+            that still waits for what it sends, is not in flight.
         peak_bytes: most bytes alive at one time, of values that cross from node to node.
         timeline: every instance, in the order of issue.
     """
@@ -190,7 +191,7 @@ def peak_bytes(rounds: Sequence[Round]) -> int:
 
 def _simulation(slices: list[Slice], peak: int) -> Simulation:
     computing = _spans(slices, Lane.COMPUTE)
-    flights = [(s.launched, s.end) for s in slices if _is_token_exchange(s.instance.node)]
+    flights = [(s.begin, s.end) for s in slices if _is_token_exchange(s.instance.node)]
     in_flight, both = length(flights), common(flights, computing)
     return Simulation(
         makespan=max((s.end for s in slices), default=0.0),
