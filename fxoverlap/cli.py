@@ -1,4 +1,4 @@
-"""The command line: `fxoverlap demo | explain | bench`.
+"""The command line: `fxoverlap demo | explain | simulate | bench`.
 
 Each command prints for a person, and with `--json PATH` also writes its figures as one JSON object; `-` is standard
 output, where the object is the last line. Exit status: 0 done; 1 a check or a rank failed, with one message on standard
@@ -16,8 +16,10 @@ from typing import Any
 
 import fxoverlap as fxo
 from fxoverlap import demo
-from fxoverlap.benchmarks import overhead, transform, two_hosts
+from fxoverlap.benchmarks import models, overhead, simulate, transform, two_hosts
+from fxoverlap.benchmarks.described import DISPATCHERS, Setup
 from fxoverlap.benchmarks.workload import Settings
+from fxoverlap.hardware import PRESETS as HARDWARE
 from fxoverlap.launch import one_rank_group
 from fxoverlap.pattern import SYMBOLS, parse
 
@@ -63,6 +65,22 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--no-delay-wgrad", action="store_true", help="leave weight gradients where they are")
     tokens = "in each microbatch of the step that is explained"
     explain.add_argument("--tokens", type=_count, nargs="+", default=[64, 64], metavar="N", help=tokens)
+
+    predict = _add(commands, "simulate", _simulate, "predict a step of a large model on machines that are not here")
+    which = predict.add_mutually_exclusive_group(required=True)
+    which.add_argument("--preset", choices=tuple(models.PRESETS), help="a published model")
+    which.add_argument("--model", type=_model, metavar="PATH", help="of a JSON file that describes another")
+    predict.add_argument("--hardware", choices=tuple(HARDWARE), default="h100", help="of every rank")
+    predict.add_argument("--ep", type=_count, required=True, help="ranks that share the experts")
+    predict.add_argument("--microbatches", type=_count, default=8, help="in a step")
+    predict.add_argument("--seq", type=_count, default=4096, help="tokens of a microbatch on a rank, one sequence")
+    only = "a pipeline stage of so many MoE layers, without embedding and head; left out: the whole model"
+    predict.add_argument("--layers", type=_count, help=only)
+    ahead = "microbatches whose forward runs before the first backward, as on an early pipeline stage"
+    predict.add_argument("--warmup", type=_count, default=1, help=ahead)
+    predict.add_argument("--recompute", action="store_true", help="replay each layer's forward before its backward")
+    copies = "how tokens travel: a copy for each of their experts, or one for each node that has some"
+    predict.add_argument("--dispatcher", choices=DISPATCHERS, default=DISPATCHERS[0], help=copies)
 
     bench = commands.add_parser("bench", help="measure on this machine")
     benches = bench.add_subparsers(required=True, metavar="WHAT")
@@ -119,6 +137,14 @@ def _file(text: str) -> str:
     return text
 
 
+def _model(path: str) -> models.Model:
+    """Read the description of a model."""
+    try:
+        return models.read(path)
+    except (fxo.FxOverlapError, OSError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _pattern(text: str) -> str:
     """Check a layer pattern."""
     try:
@@ -142,6 +168,15 @@ def _explain(options: argparse.Namespace) -> dict[str, Any]:
     print(golden)
     print(report)
     return {"pattern": options.pattern, "golden": golden, "report": report.to_dict()}
+
+
+def _simulate(options: argparse.Namespace) -> dict[str, Any]:
+    setup = Setup(options.ep, options.seq, options.layers, options.recompute, options.dispatcher)
+    model = options.model or models.PRESETS[options.preset]
+    settings = simulate.Settings(model, HARDWARE[options.hardware], setup, options.microbatches, options.warmup)
+    figures = simulate.run(settings)
+    print(simulate.text(figures))
+    return figures
 
 
 def _two_hosts(options: argparse.Namespace) -> dict[str, Any]:
