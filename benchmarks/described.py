@@ -226,8 +226,7 @@ class _Chunk:
             if self._model.shared_experts:
                 inward.append(once + "dshared")
                 self._split(layer, Slot.SHARED, parts.shared(), arriving, {once + "dshared": parts.hidden}, [h])
-            received = [once + "dout", once + "splits"]
-            self._split(layer, Slot.EXPERTS, parts.experts(), received, {once + "dgot": parts.rows})
+            self._split(layer, Slot.EXPERTS, parts.experts(), [once + "dout"], {once + "dgot": parts.rows})
             self.exchange(layer, Slot.DISPATCH, Phase.B, once + "dgot", once + "dsent")
             before = [*before, parts.permute()]
         else:

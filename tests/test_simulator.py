@@ -1,0 +1,129 @@
+"""The simulator: queues of process groups, a host that waits for counts, overlap, exposed time, and peak memory.
+
+Times are in milliseconds, of nodes whose chunks are made by hand, so that every expected figure can be added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxoverlap.hardware import Hardware
+from fxoverlap.ir import ChunkGraph, Instance, Lane, NodeCost, Phase, Plan, Round, ScheduleNode, Slot
+from fxoverlap.schedule.simulate import Machine, Simulation, peak_bytes, simulate, simulate_plan
+
+MS = 1e-3
+GPU = Hardware("a gpu", 1e12, 1e12, 1e9, 8, 1e9, 0.0, 1.0, 0.0, True, 0.0)
+CPU = replace(GPU, name="a cpu", host_runs_ahead=False)
+
+# Slot (and with it the lane), milliseconds, what it reads, what it writes.
+Row = tuple[Slot, float, tuple[str, ...], tuple[str, ...]]
+COMM = (Slot.COUNTS, Slot.DISPATCH, Slot.COMBINE)
+
+WEIGHT: Row = (Slot.EXPERTS, 4, ("grad",), ())
+COMBINE: Row = (Slot.COMBINE, 10, ("sent",), ("came",))
+ROUTER: Row = (Slot.PRE_DISPATCH, 1, ("x",), ("count", "h"))
+COUNTS: Row = (Slot.COUNTS, 2, ("count",), ("counts",))
+PERMUTE: Row = (Slot.PERMUTE, 1, ("counts", "h"), ("rows",))
+DISPATCH: Row = (Slot.DISPATCH, 5, ("rows",), ("got",))
+
+
+def plan(*rows: Row, sizes: dict[str, int] | None = None) -> tuple[Plan, dict[str, NodeCost]]:
+    """A plan of one microbatch that issues these nodes in order; a slot may come once."""
+    nodes, costs = [], {}
+    for slot, ms, reads, writes in rows:
+        lane = Lane.COMM if slot in COMM else Lane.COMPUTE
+        node = ScheduleNode(0, slot, Phase.F, lane, (), reads, writes)
+        nodes.append(node)
+        costs[node.name] = NodeCost(seconds=ms * MS)
+    buffers = {value: (value, size) for value, size in (sizes or {}).items()}
+    chunk = ChunkGraph(None, tuple(nodes), layers=1, buffers=buffers)
+    return Plan("F", {"F": chunk}, tuple(Instance(node, "F") for node in nodes)), costs
+
+
+def run(*rows: Row, hardware: Hardware = GPU) -> Simulation:
+    return simulate_plan(*plan(*rows), hardware)
+
+
+def spans(simulation: Simulation) -> dict[Slot, tuple[float, float]]:
+    """(begin, end) of each node."""
+    return {s.instance.node.slot: (round(s.begin / MS, 6), round(s.end / MS, 6)) for s in simulation.timeline}
+
+
+@pytest.mark.parametrize(("groups", "ends"), [(("a", "a"), (10, 20)), (("a", "b"), (10, 10))])
+def test_a_group_runs_one_exchange_at_a_time(groups: tuple[str, str], ends: tuple[float, float]) -> None:
+    machine = Machine(GPU)
+    found = [machine.launch(10 * MS, 0.0, group) for group in groups]
+    assert [end for _, _, end in found] == pytest.approx([end * MS for end in ends])
+
+
+def test_a_host_that_waits_for_counts_leaves_the_compute_lane_empty() -> None:
+    """Counts queue behind a token exchange; what is issued behind their reader waits for both."""
+    late = run(COMBINE, ROUTER, COUNTS, PERMUTE, WEIGHT)
+    assert spans(late)[Slot.COUNTS] == (10, 12)
+    assert spans(late)[Slot.EXPERTS] == (13, 17)
+    assert late.exposed == pytest.approx(9 * MS)  # combine is in flight for 10, the router computes in 1 of them
+    early = run(COMBINE, ROUTER, COUNTS, WEIGHT, PERMUTE)
+    assert spans(early)[Slot.EXPERTS] == (1, 5)
+    assert early.exposed == pytest.approx(5 * MS)
+    assert (late.makespan, early.makespan) == pytest.approx((17 * MS, 13 * MS))
+
+
+def test_overlap_is_time_with_both_over_time_with_communication() -> None:
+    """As Holistic Trace Analysis defines it. The dispatch begins when its rows are there, though issued at once."""
+    found = run(ROUTER, COUNTS, PERMUTE, DISPATCH, WEIGHT)
+    assert spans(found)[Slot.DISPATCH] == (4, 9) and spans(found)[Slot.EXPERTS] == (4, 8)
+    assert found.overlap_pct == pytest.approx(80)
+    assert found.exposed == pytest.approx(1 * MS)
+    alone = run((Slot.PRE_DISPATCH, 20, ("x",), ("rows",)), DISPATCH)
+    assert alone.overlap_pct == 0  # issued at 0, but in flight from 20 to 25
+    assert run(ROUTER).overlap_pct is None
+    assert run(ROUTER, COUNTS).overlap_pct is None  # counts are no tokens
+
+
+def test_a_processor_computes_and_issues_in_turn() -> None:
+    """Where the host does not run ahead, what is issued later begins later, and issuing takes time of the lane."""
+    found = run(ROUTER, WEIGHT, COMBINE, hardware=replace(CPU, node_s=0.5 * MS))
+    assert spans(found) == {Slot.PRE_DISPATCH: (0.5, 1.5), Slot.EXPERTS: (2, 6), Slot.COMBINE: (6.5, 16.5)}
+    assert found.busy == pytest.approx({Lane.COMPUTE: 5 * MS, Lane.COMM: 10 * MS})
+
+
+def test_communication_takes_its_share_of_the_compute_lane() -> None:
+    found = run(COMBINE, WEIGHT, hardware=replace(GPU, comm_share=0.2))
+    assert spans(found)[Slot.EXPERTS] == (0, 6)
+
+
+def test_peak_is_that_of_a_hand_computed_example() -> None:
+    sizes = {"h": 5, "count": 1, "counts": 1, "rows": 40, "got": 30}
+    read = (Slot.EXPERTS, 1.0, ("got",), ())
+    step, _ = plan(ROUTER, COUNTS, PERMUTE, DISPATCH, read, sizes=sizes)
+    rounds = [Round(step, {"F": 0})]
+    # What the dispatch sends is alive until its result is read: rows and got together. The rest is dead by then.
+    assert peak_bytes(rounds) == 40 + 30
+    step, _ = plan(ROUTER, COUNTS, PERMUTE, DISPATCH, replace_reads(read, "got", "h"), sizes=sizes)
+    assert peak_bytes([Round(step, {"F": 0})]) == 40 + 30 + 5
+    # Two microbatches, of which nothing of the first is left.
+    assert peak_bytes([Round(step, {"F": 0}), Round(step, {"F": 1})]) == 40 + 30 + 5
+
+
+def replace_reads(row: Row, *reads: str) -> Row:
+    return row[0], row[1], reads, row[3]
+
+
+def test_views_of_one_buffer_count_once() -> None:
+    step, _ = plan(ROUTER, (Slot.EXPERTS, 1, ("h", "count"), ()))
+    chunk = replace(step.chunks["F"], buffers={"h": ("storage", 8), "count": ("storage", 8)})
+    assert peak_bytes([Round(replace(step, chunks={"F": chunk}), {"F": 0})]) == 8
+
+
+def test_rounds_follow_each_other_on_the_same_lanes() -> None:
+    """The second microbatch computes while the first one's exchange is in flight."""
+    step, costs = plan((Slot.PRE_DISPATCH, 3, ("x",), ("rows",)), DISPATCH)
+    found = simulate([Round(step, {"F": 0}), Round(step, {"F": 1})], costs, GPU)
+    assert [(round(s.begin / MS), round(s.end / MS)) for s in found.timeline] == [(0, 3), (3, 8), (3, 6), (8, 13)]
+
+
+def test_the_same_step_gives_the_same_figures() -> None:
+    rows = (COMBINE, ROUTER, COUNTS, WEIGHT, PERMUTE, DISPATCH)
+    assert run(*rows) == run(*rows)
