@@ -51,7 +51,7 @@ def run(settings: Settings) -> dict[str, Any]:
             f"warmup is {settings.warmup}; expected 1 to {settings.microbatches}, the microbatches of a step."
         )
     chunk = described(settings.model, settings.hardware, settings.setup)
-    steps = {policy: simulate(rounds(chunk, settings, policy), chunk.costs, settings.hardware) for policy in POLICIES}
+    steps = {policy: simulate(rounds(chunk, settings, policy)) for policy in POLICIES}
     slowest = steps["sequential"].makespan
     bound = settings.microbatches * _busiest(chunk, settings.hardware)
     link, setup = settings.hardware, settings.setup

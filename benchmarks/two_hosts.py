@@ -7,31 +7,47 @@ communication is processor time, which cannot be hidden.
 One model, whole steps without optimizer, medians over interleaved repetitions on rank 0, in milliseconds:
 
 - `eager_ms`: one microbatch after the other, forward and backward;
-- `sequential_ms`, `fused_ms`: `OverlappedModel.step` with `schedule="sequential"` and with the default schedule;
+- `sequential_ms`, `megatron_ms`, `auto_ms`: `OverlappedModel.step` under each schedule; `fused_ms`: the default one;
+- `auto_pair_ms`: `"auto"` with `ramp="pair"`;
 - `compute_ms`: the eager step with every all-to-all replaced by a local copy of the same number of rows;
-- `comm_ms`: the all-to-alls of one step alone, one after the other; `comm_cpu_ms` is the processor time they take.
+- `comm_ms`: the all-to-alls of one step alone, one after the other; `comm_cpu_ms` is the processor time they take;
+- `bound_ms`: the larger of `compute_ms + comm_cpu_ms` and `comm_ms`, since the processor that computes also sends;
+- `predicted_ms`, `predicted_pair_ms`: what the simulator says of `"auto"`, with the costs that its plans were made by.
 
-Eager is honest if `eager_ms` is about `compute_ms + comm_ms`. Percentages, of the communication that is hidden:
-
-- `overlap_step_pct`: 100 * (compute + comm - fused) / comm, for the whole step;
-- `overlap_pct`: the same in the steady state, which is what a step of M microbatches takes longer than one of 2. Null
-  with fewer than 3 microbatches.
+Eager is honest if `eager_ms` is about `compute_ms + comm_ms`. The searched plans are made from measured costs: a few
+steps are profiled before anything is timed. Percentages, as `Report` defines them, of profiled steps of `"auto"`:
+`overlap_step_pct` of the whole step, `overlap_pct` of its steady state (null with fewer than 2 microbatches),
+`predicted_overlap_pct` what the simulator says of the whole step.
 """
 
 import contextlib
+import functools
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 import fxoverlap as fxo
 from fxoverlap.benchmarks.exchanges import exchange_again, recorded, without_exchanges
 from fxoverlap.benchmarks.link import missing_for_two_hosts, two_hosts
 from fxoverlap.benchmarks.timing import interleaved
-from fxoverlap.benchmarks.workload import Settings, eager_step, everywhere, hidden_pct, outcome, same
+from fxoverlap.benchmarks.workload import Batch, Settings, eager_step, everywhere, outcome, same
 from fxoverlap.launch import launch
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "sequential": {"schedule": "sequential"},
+    "megatron": {"schedule": "megatron"},
+    "auto": {},
+    "auto_pair": {"ramp": "pair"},
+}
+"""What is timed beside eager: fields of `OverlapConfig` by the name of the figure."""
+
+SEARCHED = ("auto", "auto_pair")
+
+_PROFILED = 3
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -63,57 +79,66 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
     """Measure as one rank, and return the figures."""
     group = dist.group.WORLD
     assert group is not None
-    model = settings.model(group)
-    batches = settings.batches(rank)
-    sequential = fxo.transform(
-        model, fxo.OverlapConfig(settings.pattern, schedule="sequential"), example_inputs=batches[0]
-    )
-    fused = fxo.transform(model, fxo.OverlapConfig(settings.pattern), example_inputs=batches[0])
-    exchanges = recorded(lambda: eager_step(model, batches), group)
-
-    def compute() -> None:
-        with without_exchanges(exchanges):
-            eager_step(model, batches)
-
-    equal = same(
-        outcome(model, lambda: eager_step(model, batches)),
-        outcome(model, lambda: sequential.step(batches, outputs=False).losses),
-        outcome(model, lambda: fused.step(batches, outputs=False).losses),
-    )
-    variants: dict[str, Callable[[], object]] = {
-        "eager": lambda: eager_step(model, batches),
-        "sequential": lambda: sequential.step(batches, outputs=False),
-        "fused": lambda: fused.step(batches, outputs=False),
-        "compute": compute,
-        "comm": lambda: exchange_again(exchanges, group),
+    model, batches = settings.model(group), settings.batches(rank)
+    overlapped = {
+        name: fxo.transform(model, fxo.OverlapConfig(settings.pattern, **choices), example_inputs=batches[0])
+        for name, choices in POLICIES.items()
     }
-    steady = settings.microbatches > 2
-    if steady:
-        variants["fused_2"] = lambda: fused.step(batches[:2], outputs=False)
+    exchanges = recorded(lambda: eager_step(model, batches), group)
 
     def before() -> None:
         model.zero_grad(set_to_none=True)
         dist.barrier()
 
-    for variant in variants.values():
+    def compute() -> None:
+        with without_exchanges(exchanges):
+            eager_step(model, batches)
+
+    for name in SEARCHED:
+        _profile(overlapped[name], batches, before)
+    steps: dict[str, Callable[[], list[Tensor]]] = {"eager": lambda: eager_step(model, batches)}
+    for name, each in overlapped.items():
+        steps[name] = functools.partial(_step, each, batches)
+    equal = same(*(outcome(model, step) for step in steps.values()))
+    predicted = {name: overlapped[name].report() for name in SEARCHED}
+    variants = {**steps, "compute": compute, "comm": lambda: exchange_again(exchanges, group)}
+    for variant in ("compute", "comm"):
         before()
-        variant()
+        variants[variant]()
     times = interleaved(variants, settings.repeats, before)
     ms = {name: variant.ms for name, variant in times.items()}
-    overlap_pct = None
-    if steady:
-        share = 1 - 2 / settings.microbatches
-        overlap_pct = hidden_pct(ms["compute"] * share, ms["comm"] * share, ms["fused"] - ms["fused_2"])
+    _profile(overlapped["auto"], batches, before)
+    measured = overlapped["auto"].report()
+    comm_cpu = times["comm"].cpu_ms
     return {
         "bitwise_equal": everywhere(equal),
-        **{f"{name}_ms": ms[name] for name in ("eager", "sequential", "fused", "compute", "comm")},
-        "comm_cpu_ms": times["comm"].cpu_ms,
-        "overlap_pct": overlap_pct,
-        "overlap_step_pct": hidden_pct(ms["compute"], ms["comm"], ms["fused"]),
-        "fused_over_eager": ms["fused"] / ms["eager"],
+        **{f"{name}_ms": value for name, value in ms.items()},
+        "fused_ms": ms["auto"],
+        "comm_cpu_ms": comm_cpu,
+        "bound_ms": max(ms["compute"] + comm_cpu, ms["comm"]),
+        "predicted_ms": predicted["auto"].predicted_step_ms,
+        "predicted_pair_ms": predicted["auto_pair"].predicted_step_ms,
+        "predicted_overlap_pct": predicted["auto"].predicted_overlap_pct,
+        "overlap_pct": measured.steady_overlap_pct,
+        "overlap_step_pct": measured.overlap_pct,
+        "fused_over_eager": ms["auto"] / ms["eager"],
         "eager_over_parts": ms["eager"] / (ms["compute"] + ms["comm"]),
         "all_to_alls": len(exchanges),
     }
+
+
+def _step(overlapped: fxo.OverlappedModel, batches: Sequence[Batch]) -> list[Tensor]:
+    return overlapped.step(batches, outputs=False).losses
+
+
+def _profile(overlapped: fxo.OverlappedModel, batches: Sequence[Batch], before: Callable[[], None]) -> None:
+    """Profile a few steps; the next one plans with what they took."""
+    before()
+    _step(overlapped, batches)
+    with overlapped.profile():
+        for _ in range(_PROFILED):
+            before()
+            _step(overlapped, batches)
 
 
 def text(figures: dict[str, Any]) -> str:
@@ -125,19 +150,27 @@ def text(figures: dict[str, Any]) -> str:
     ]
     if not figures["shaped"]:
         lines.append(f"shaped: false ({figures['not_shaped_because']})")
-    eager = figures["eager_ms"]
-    for name in ("eager", "sequential", "fused"):
-        lines.append(f"{name:>12} {figures[f'{name}_ms']:9.1f} ms  {figures[f'{name}_ms'] / eager:5.2f} x eager")
+    eager, bound = figures["eager_ms"], figures["bound_ms"]
+    lines.append(f"{'':>12} {'ms':>9}  {'x eager':>8} {'x bound':>8}")
+    for name in ("eager", *POLICIES):
+        took = figures[f"{name}_ms"]
+        lines.append(f"{name:>12} {took:9.1f}  {took / eager:8.3f} {took / bound:8.3f}")
     lines += [
-        f"{'compute':>12} {figures['compute_ms']:9.1f} ms  alone",
-        f"{'comm':>12} {figures['comm_ms']:9.1f} ms  alone, {figures['comm_cpu_ms']:.0f} ms of it processor time",
+        f"{'bound':>12} {bound:9.1f}  compute alone {figures['compute_ms']:.1f}, exchanges alone "
+        f"{figures['comm_ms']:.1f}, {figures['comm_cpu_ms']:.1f} of it processor time",
+        _predicted("auto", figures["auto_ms"], figures["predicted_ms"]),
+        _predicted("auto_pair", figures["auto_pair_ms"], figures["predicted_pair_ms"]),
+        f"overlap of auto: {_pct(figures['overlap_step_pct'])} of the step "
+        f"(predicted {_pct(figures['predicted_overlap_pct'])}), {_pct(figures['overlap_pct'])} in the steady state",
         f"eager / (compute + comm): {figures['eager_over_parts']:.2f}",
-        f"communication hidden: {_pct(figures['overlap_step_pct'])} of the step's, "
-        f"{_pct(figures['overlap_pct'])} in the steady state",
         f"bitwise equal: {'yes' if figures['bitwise_equal'] else 'NO'}",
     ]
     return "\n".join(lines)
 
 
+def _predicted(name: str, took: float, predicted: float) -> str:
+    return f"{name} was predicted to take {predicted:.1f} ms, and took {took / predicted:.3f} x that"
+
+
 def _pct(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f} %"
+    return "-" if value is None else f"{value:.1f} %"

@@ -87,8 +87,3 @@ def everywhere(flag: bool) -> bool:
     flags = torch.tensor([int(flag)])
     dist.all_reduce(flags, op=dist.ReduceOp.MIN)
     return bool(flags.item())
-
-
-def hidden_pct(compute_ms: float, comm_ms: float, total_ms: float) -> float:
-    """Percentage of the communication that a total hides; above 100 if it also saves compute, negative if it adds."""
-    return 100 * (compute_ms + comm_ms - total_ms) / comm_ms

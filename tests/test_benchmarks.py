@@ -10,7 +10,7 @@ from torch import Tensor
 from fxoverlap.benchmarks import link
 from fxoverlap.benchmarks.exchanges import computing_pct, exchange_again, recorded, without_exchanges
 from fxoverlap.benchmarks.timing import interleaved
-from fxoverlap.benchmarks.workload import Settings, eager_step, hidden_pct, same
+from fxoverlap.benchmarks.workload import Settings, eager_step, same
 from fxoverlap.launch import launch
 
 
@@ -23,12 +23,6 @@ def test_variants_take_turns() -> None:
     assert len(times["b"].wall) == 3 and times["b"].ms >= 10 > times["b"].cpu_ms
     with pytest.raises(ValueError, match="at least 1, got 0"):
         interleaved({"a": lambda: None}, 0)
-
-
-def test_hidden_share() -> None:
-    assert hidden_pct(compute_ms=3000, comm_ms=2000, total_ms=5000) == 0
-    assert hidden_pct(compute_ms=3000, comm_ms=2000, total_ms=3000) == 100
-    assert hidden_pct(compute_ms=3000, comm_ms=2000, total_ms=5500) == -25
 
 
 def test_same_means_the_same_bits() -> None:
