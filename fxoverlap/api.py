@@ -262,6 +262,7 @@ class OverlappedModel(nn.Module):
             self.config,
             self._profiling or self._profiled,
             self._planner.alone,
+            self._planner.costs.of(variant.structure),
         )
 
     def _given(self, microbatches: Sequence[Any]) -> list[Microbatch]:

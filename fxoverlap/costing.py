@@ -184,6 +184,7 @@ class Costs:
     def agree(self, tables: Tables) -> None:
         """Take what the ranks have agreed on."""
         for structure, table in tables.items():
-            if self._agreed.get(structure) != table:
-                self._agreed[structure] = table
+            # Orders are kept for as long as the tables are the same objects.
+            known = (self._agreed.get(structure), self.own(structure))
+            self._agreed[structure] = next((each for each in known if each == table), table)
         self._not_told -= tables.keys()

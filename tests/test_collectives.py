@@ -105,7 +105,7 @@ def compare(model: nn.Module, given: list[tuple], policies: dict[str, Any] | Non
     buffers = copy.deepcopy(dict(model.named_buffers()))
     results = {}
     for name, chosen.policy in (policies or {"": auto}).items():
-        overlapped._planner._built.clear()
+        overlapped._planner._chosen.clear()
         model.zero_grad()
         for each, buffer in model.named_buffers():
             buffer.copy_(buffers[each])

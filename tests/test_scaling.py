@@ -23,6 +23,7 @@ from fxoverlap.passes.verify import verify
 from fxoverlap.pipeline import CHUNK_PASSES, JOINT_PASSES, PLAN_PASSES
 from fxoverlap.report import golden, make_report
 from fxoverlap.schedule import build_plan
+from fxoverlap.schedule.cost import default_costs
 
 CONFIG = fxo.OverlapConfig()
 aten = torch.ops.aten
@@ -106,7 +107,7 @@ def plan(chunk: ChunkGraph, config: fxo.OverlapConfig) -> Plan:
 def report(fused: FusedGraph, config: fxo.OverlapConfig) -> str:
     chunk = fused.plan.forward
     assert chunk is not None
-    made = make_report(chunk, {"FB": fused.plan}, None, [], 1, (), (), config, ())
+    made = make_report(chunk, fused.plan, None, [], 1, (), (), config, (), None, default_costs(chunk, config))
     return golden(chunk, fused.plan) + str(made)
 
 

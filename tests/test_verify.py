@@ -418,7 +418,7 @@ def any_order(group: dist.ProcessGroup) -> tuple[Any, fxo.OverlappedModel, Rando
 def test_any_legal_order_is_accepted_and_gives_eager_bits(any_order: Any, seed: int) -> None:
     eager, overlapped, policy = any_order
     policy.random.seed(seed)
-    overlapped._planner._built.clear()  # else the first order is used again; the capture, a second long, can stay
+    overlapped._planner._chosen.clear()  # else the first order is used again; the capture, a second long, can stay
     for model in (eager, overlapped.module):
         model.zero_grad()
         for name, buffer in model.named_buffers():

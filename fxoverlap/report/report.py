@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, Plan, Round
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, Phase, Plan, Round
 from fxoverlap.pipeline import PassRecord
 from fxoverlap.report.measured import figures, node_times
 from fxoverlap.report.predicted import of_plan, of_step
@@ -30,15 +30,20 @@ class Report:
     made with.
 
     Attributes:
-        nodes: one row a schedule node: name, lane, ops, flops, bytes_sent (bytes), allocated, freed (bytes), ms and
-            waited_ms. The last two are medians over the instances in the profiled steps: what the node takes by itself,
-            and how long it waits, a compute node for collectives, an exchange for those before it on its group.
+        nodes: one row a schedule node: name, lane, ops, flops, bytes_sent (bytes), allocated, freed (bytes), and in ms
+            planned_ms, the time that plans count on, and ms and waited_ms. The last two are medians over the instances
+            in the profiled steps: what the node takes by itself, and how long it waits, a compute node for collectives,
+            an exchange for those before it on its group.
         exchanges_per_microbatch: all-to-alls of one microbatch, forward and backward, counts included.
         layers: number of logical layers.
         modules: number of distinct node modules.
         w_moved: W nodes that the FB plan runs later than right behind what they need.
         exchanges_covered: exchanges that have real work issued beside them, of `exchanges_planned`.
         exchanges_planned: exchanges of the last step on this rank; before a step, of one fused step.
+        costs_from: where `planned_ms` comes from: "roofline cpu" (or of another preset), "measured", or "table" and its
+            path. Nodes that were not measured, or that the table leaves out, have the roofline's time.
+        hardware: the machine that the plans count on, by field of `fxoverlap.hardware.Hardware`: FLOP/s, bytes/s,
+            seconds, and shares from 0 to 1.
         variants: number of captured variants.
         buffers_snapshot: FQNs of the buffers that are cloned for each microbatch.
         assigned_attributes: FQNs of module attributes that forward assigns; a step does not update them.
@@ -66,6 +71,8 @@ class Report:
     w_moved: int
     exchanges_covered: int
     exchanges_planned: int
+    costs_from: str
+    hardware: Row
     variants: int
     buffers_snapshot: tuple[str, ...] = ()
     assigned_attributes: tuple[str, ...] = ()
@@ -100,6 +107,7 @@ class Report:
             f"{self.exchanges_per_microbatch} exchanges a microbatch, {self.w_moved} W nodes moved, "
             f"{self.variants} variants captured",
             f"{self.exchanges_covered} of {self.exchanges_planned} exchanges have real work beside them",
+            f"costs: {self.costs_from}; {_hardware_text(self.hardware)}",
             *self._predicted_lines(),
             *self._measured_lines(),
             f"{'node':28} {'lane':8} {'ops':>4} {'MFLOP':>10} {'KB sent':>10} {'KB made':>10} {'ms':>9} {'waited':>9}",
@@ -149,6 +157,18 @@ class Report:
         return lines
 
 
+def _hardware_text(of: Row) -> str:
+    """The figures of a `Hardware` with their units."""
+    host = "runs ahead" if of["host_runs_ahead"] else "computes"
+    return (
+        f"{of['flops_per_s'] / 1e9:g} GFLOP/s, memory {of['memory_bytes_per_s'] / 1e9:g} GB/s, "
+        f"{of['domain']} ranks in a domain at {of['fast_bytes_per_s'] / 1e9:g} GB/s, network "
+        f"{of['network_bytes_per_s'] / 1e9:g} GB/s, latency {of['latency_s'] * 1e6:g} us, efficiency "
+        f"{of['efficiency']:g}, {of['node_s'] * 1e6:.3g} us a node, the host {host}, exchanges take "
+        f"{100 * of['comm_share']:.3g} % of their time from computing"
+    )
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
@@ -168,10 +188,12 @@ def make_report(
     config: OverlapConfig,
     profiled: Sequence[StepProfile],
     alone: str | None,
+    costs: CostTable,
 ) -> Report:
     """The report of a chunk, its FB plan, a step in rounds (None: none yet), and profiled steps.
 
-    `alone` is what forbids pairs of microbatches in the same phase, if anything does.
+    `alone` is what forbids pairs of microbatches in the same phase, if anything does; `costs` is what plans count on
+    for all nodes of the chunk.
     """
     done, planned = covered(plan) if rounds is None else in_step(rounds)
     microbatches = None if rounds is None else 1 + max(i for each in rounds for i in each.microbatches.values())
@@ -193,13 +215,15 @@ def make_report(
     times = node_times(profiled)
     measured: dict[str, Any] = figures(profiled)
     return Report(
-        nodes=tuple(_row(node, chunk, times) for node in chunk.nodes),
+        nodes=tuple(_row(node, chunk, times, costs) for node in chunk.nodes),
         exchanges_per_microbatch=exchanges,
         layers=chunk.layers,
         modules=len({id(module) for module in chunk.modules.values()}),
         w_moved=moved,
         exchanges_covered=done,
         exchanges_planned=planned,
+        costs_from=costs.source,
+        hardware=asdict(costs.hardware),
         variants=variants,
         buffers_snapshot=tuple(snapshots),
         assigned_attributes=tuple(assigned),
@@ -216,11 +240,12 @@ def make_report(
     )
 
 
-def _row(node: Any, chunk: ChunkGraph, times: Mapping[str, tuple[float, float]]) -> Row:
+def _row(node: Any, chunk: ChunkGraph, times: Mapping[str, tuple[float, float]], costs: CostTable) -> Row:
     cost = chunk.costs.get(node.name)
     row: Row = {"name": node.name, "lane": node.lane.value, "ops": len(node.ops)}
     for figure in ("flops", "bytes_sent", "allocated", "freed"):
         row[figure] = getattr(cost, figure) if cost is not None else 0
+    row["planned_ms"] = costs[node.name].seconds * 1e3
     row["ms"], row["waited_ms"] = times.get(node.name, (None, None))
     return row
 
