@@ -8,7 +8,8 @@ What the user's table names takes the time that it says; every other node takes 
 Time of a compute node is that of a roofline: the longer of computing and moving bytes. An exchange takes the latency of
 the link and then as long as its bytes need: of b bytes that each of n ranks sends, its own part included, (n - 1) / n
 leave the rank. Where the group is larger than a domain of fast links, what leaves the domain travels over the network,
-beside what stays in it.
+beside what stays in it; the latter is taken to be as much as in a group of the domain's size, so that a larger group
+never takes less time.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def seconds(node: ScheduleNode, cost: NodeCost, hardware: Hardware) -> float:
 
 def _exchange_seconds(cost: NodeCost, hardware: Hardware) -> float:
     near = min(cost.ranks, hardware.domain)
-    inside = cost.bytes_sent * (near - 1) / cost.ranks
+    inside = all_to_all_bytes(cost.bytes_sent, near)
     outside = cost.bytes_sent * (cost.ranks - near) / cost.ranks
     return link_seconds(inside, outside, hardware)
 
