@@ -4,26 +4,25 @@ Costs are kept by *structure*: what of a chunk graph an order may depend on, wit
 on this rank or another one, have one structure, one cost table and so one order.
 
 A rank's own table of a structure holds what it measured or what the user gave, and the roofline for the other nodes.
-Tables of several ranks become one by `reduced`: the slowest rank decides how long the ranks compute between two
-exchanges, so a compute node takes the maximum; the rank that launches an exchange last sees its transfer alone, the
-others wait for that rank too, so an exchange takes the minimum. A time that some rank measured or was given counts
-more than any roofline. The reduction does not mind the order of the tables, nor the same one twice, so it may go
-through several groups of ranks in turn.
+Tables of several ranks become one by `reduced`: every node takes its longest time, as the slowest rank decides how long
+the ranks compute between two exchanges, and the slowest link how long those take. A time that some rank measured or was
+given counts more than any roofline. The reduction does not mind the order of the tables, nor the same one twice, so it
+may go through several groups of ranks in turn.
 """
 
 from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import pairwise
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.hardware import Hardware
-from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost
-from fxoverlap.report.measured import transfers
-from fxoverlap.runtime import StepProfile
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Slot
+from fxoverlap.report.measured import Transfer, transfers
+from fxoverlap.runtime import NodeRun, StepProfile
 from fxoverlap.schedule.cost import default_costs
 from fxoverlap.schedule.intervals import length
 from fxoverlap.schedule.simulate import groups_of
@@ -58,7 +57,9 @@ class Measured:
     """What profiled steps of this rank tell; medians, in seconds.
 
     A compute node takes the processor time of its thread: the wall clock would also hold what other processes and the
-    thread that communicates took from it. An exchange takes its time on the row of its group.
+    thread that communicates took from it. An exchange of tokens takes as long as its bytes need at the rate of all
+    token exchanges of the step: by itself, the rank that launches it first also waits for the others, and the rank that
+    launches it last finds much of it arrived, which makes up for one another over a step.
 
     Attributes:
         seconds: by structure, then by name of the node.
@@ -75,10 +76,12 @@ class Measured:
     @staticmethod
     def of(steps: Sequence[StepProfile]) -> Measured:
         """What these steps tell; at least one."""
-        times: dict[str, dict[str, list[int]]] = {}
+        times: dict[str, dict[str, list[float]]] = {}
         for step in steps:
-            taken = [(run, run.processor) for run in step.runs if run.instance.node.lane is not Lane.COMM]
-            taken += [(each.run, each.end - each.begin) for each in transfers(step)]
+            taken: list[tuple[NodeRun, float]] = [
+                (run, run.processor) for run in step.runs if run.instance.node.lane is not Lane.COMM
+            ]
+            taken += _exchange_times(transfers(step))
             for run, took in taken:
                 of_structure = times.setdefault(step.structures[run.microbatch], {})
                 of_structure.setdefault(run.instance.node.name, []).append(took)
@@ -106,6 +109,15 @@ class Measured:
         return CostTable(nodes, hardware, MEASURED, known)
 
 
+def _exchange_times(exchanges: Sequence[Transfer]) -> Iterator[tuple[NodeRun, float]]:
+    """(node run, ns) of each exchange of a step; all token exchanges need the same time a byte."""
+    tokens = [each for each in exchanges if each.run.instance.node.slot is not Slot.COUNTS]
+    time, sent = sum(each.end - each.begin for each in tokens), sum(each.bytes_sent for each in tokens)
+    for each in exchanges:
+        by_rate = sent and each.run.instance.node.slot is not Slot.COUNTS
+        yield each.run, each.bytes_sent * time / sent if by_rate else each.end - each.begin
+
+
 def _comm_share(step: StepProfile) -> float | None:
     in_flight = length((each.launched, each.end) for each in transfers(step))
     if not in_flight or step.threads > 1:
@@ -122,10 +134,9 @@ def reduced(tables: Sequence[CostTable], chunk: ChunkGraph) -> CostTable:
     nodes = {}
     for node in chunk.nodes:
         having = [table for table in tables if node.name in table.known] or tables
-        pick = min if node.lane is Lane.COMM else max
         every = [table[node.name] for table in tables]
         largest = NodeCost(*(max(getattr(cost, each.name) for cost in every) for each in fields(NodeCost)))
-        nodes[node.name] = replace(largest, seconds=pick(table[node.name].seconds for table in having))
+        nodes[node.name] = replace(largest, seconds=max(table[node.name].seconds for table in having))
     sources = [table.source for table in tables if table.known] or [table.source for table in tables]
     return CostTable(nodes, _reduced_hardware([table.hardware for table in tables]), max(sources), known)
 

@@ -221,12 +221,12 @@ def profile_of(takes: list[tuple[ScheduleNode, int, int, int]], **more: Any) -> 
 def test_measured_times_are_medians_of_processor_time_and_of_transfers() -> None:
     combine = ScheduleNode(0, Slot.COMBINE, Phase.F, Lane.COMM)
     steps = [
-        # The second exchange begins when the first has arrived. Gaps between nodes: 5, 1, 4 us.
+        # The second exchange begins when the first has arrived, and sends as much. Gaps between nodes: 5, 1, 4 us.
         profile_of([(EXPERTS, 0, 95, 60), (DISPATCH, 100, 200, 1), (combine, 102, 260, 1), (EXPERTS, 107, 400, 80)]),
         profile_of([(EXPERTS, 0, 900, 70)]),
     ]
     found = Measured.of([replace(steps[0], process=900_000, thread=860_000), steps[1]])
-    expected = {"L0.experts.F": 70e-6, "L0.dispatch.F": 100e-6, "L0.combine.F": 60e-6}
+    expected = {"L0.experts.F": 70e-6, "L0.dispatch.F": 80e-6, "L0.combine.F": 80e-6}
     assert found.seconds["a"] == pytest.approx(expected)
     assert found.node_s == pytest.approx(4e-6)
     # 40 us of the process outside the step's thread, in the 160 us in which exchanges are in flight.
@@ -324,10 +324,10 @@ def test_fixed_schedules_show_what_was_measured_and_stay(group: dist.ProcessGrou
     overlapped = fxo.transform(toy("[*E]", group), fxo.OverlapConfig(schedule=schedule))
     with overlapped.profile():
         overlapped.step(batches(2))
-    programs = list(overlapped._planner._built.values())
+    programs = [built.program for built in overlapped._planner._built.values()]
     assert overlapped.report().costs_from == "measured"
     overlapped.step(batches(2))
-    assert list(overlapped._planner._built.values()) == programs
+    assert [built.program for built in overlapped._planner._built.values()] == programs
 
 
 def test_costs_that_the_user_names_are_not_measured(group: dist.ProcessGroup) -> None:
@@ -380,8 +380,7 @@ def test_reduction_minds_neither_order_nor_groups_nor_repeats(found: list, rando
     assert reduced(parts, CHUNK) == whole
     for node in CHUNK.nodes:
         having = [t[node.name].seconds for t in found if node.name in t.known] or [t[node.name].seconds for t in found]
-        expected = min(having) if node.lane is Lane.COMM else max(having)
-        assert whole[node.name].seconds == expected
+        assert whole[node.name].seconds == max(having)
         assert whole[node.name].flops == max(t[node.name].flops for t in found)
     measured = [t for t in found if t.hardware.name == "measured"] or found
     assert whole.hardware.node_s == max(t.hardware.node_s for t in measured)

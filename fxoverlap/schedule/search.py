@@ -28,6 +28,9 @@ _EFFORT = 12_000
 _WIDTH = (24, 128)
 """Least and most partial orders that are kept of each number of segments."""
 
+_DIGITS = 9
+"""Times are compared in whole nanoseconds."""
+
 _A_CELL = 3
 """Partial orders that are kept of those that have issued the same segments."""
 
@@ -78,7 +81,8 @@ class _Partial:
         groups: when each process group is done, by number.
         flying: (task, arrival) of exchanges that nothing has waited for.
         compute_left, groups_left: seconds of work that is not issued yet, by lane.
-        bound: no order that begins so takes less, and of equal ones the better has the smaller second number.
+        bound: no order that begins so takes less. Of equal ones the better has the smaller second number, what all lanes
+            take; then the smaller third one, the W nodes left, which keep what the forward has saved.
         before, last: the order without its last segment, and that.
     """
 
@@ -90,7 +94,7 @@ class _Partial:
     flying: tuple[tuple[int, float], ...]
     compute_left: float
     groups_left: tuple[float, ...]
-    bound: tuple[float, float]
+    bound: tuple[float, float, int]
     before: _Partial | None
     last: _Segment | None
 
@@ -104,7 +108,7 @@ class _Partial:
         return found[::-1]
 
 
-def _rank(partial: _Partial) -> tuple[float, float]:
+def _rank(partial: _Partial) -> tuple[float, float, int]:
     return partial.bound
 
 
@@ -136,6 +140,8 @@ class _Grid:
         names = sorted({task.group for task in tasks if task.group is not None})
         self._group = [None if task.group is None else names.index(task.group) for task in tasks]
         self._queues = _queues(tasks)
+        firsts = [tasks[queue[0].tasks[0]].instance.node for queue in self._queues]
+        self._weights = [q for q, node in enumerate(firsts) if node.phase is Phase.W]
         self.segments = sum(map(len, self._queues))
         self._waits = [[need for need in task.needs if tasks[need].group is not None] for task in tasks]
 
@@ -150,7 +156,7 @@ class _Grid:
             if group is not None:
                 left[group] += task.seconds
         nothing = (0,) * len(self._queues)
-        return _Partial(nothing, 0.0, 0.0, 0.0, (0.0,) * groups, (), compute, tuple(left), (0.0, 0.0), None, None)
+        return _Partial(nothing, 0.0, 0.0, 0.0, (0.0,) * groups, (), compute, tuple(left), (0.0, 0.0, 0), None, None)
 
     def followers(self, partial: _Partial) -> Iterator[_Partial]:
         """The partial orders with one segment more."""
@@ -210,8 +216,8 @@ class _Grid:
         following.bound = self._bound(following)
         return following
 
-    def _bound(self, partial: _Partial) -> tuple[float, float]:
-        """What the whole order takes at least, and the sum of that over the lanes."""
+    def _bound(self, partial: _Partial) -> tuple[float, float, int]:
+        """`_Partial.bound`."""
         compute = partial.compute + partial.owed + partial.compute_left
         longest, lead = compute, float("inf")
         for number, queue in enumerate(self._queues):
@@ -230,7 +236,9 @@ class _Grid:
             if left > 1e-12:
                 done = max(free, lead) + left
                 longest, total = max(longest, done), total + done
-        return longest, total
+        weights_left = sum(len(self._queues[q]) - partial.taken[q] for q in self._weights)
+        # Sums of the same times in another order are equal.
+        return round(longest, _DIGITS), round(total, _DIGITS), weights_left
 
 
 def _queues(tasks: Sequence[Task]) -> list[list[_Segment]]:
