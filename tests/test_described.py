@@ -126,6 +126,19 @@ def test_operations_are_those_of_the_activated_parameters(model: Model, activate
     assert flops(chunk, Phase.F) / 32 == pytest.approx(activated - looked_up, rel=0.03)
 
 
+def test_operations_of_a_small_model_by_hand() -> None:
+    attention = 64 * (64 + 32 + 32) + 64 * 64
+    moe = 64 * 8 + (2 + 1) * 3 * 64 * 32  # router, two experts and the shared one
+    head = 64 * 100
+    parameters = 4 * attention + 3 * moe + 3 * 64 * 128 + head
+    parameters += 2 * (2 * 64 * 64 + attention + moe + head)  # two MTP depths
+    chunk = described(HYBRID, H100, Setup(2, 32))
+    core = 6 * 32**2 * 4 * (16 + 16)
+    assert flops(chunk, Phase.F) == 2 * 32 * parameters + core
+    assert flops(chunk, Phase.W) == 2 * 32 * parameters
+    assert flops(chunk, Phase.B) == 2 * 32 * parameters + 2.5 * core
+
+
 def test_backward_costs_twice_the_forward_but_for_attention() -> None:
     short, long = (described(QWEN, H100, Setup(16, seq, layers=1)) for seq in (16, 4096))
     assert flops(short, Phase.B) == pytest.approx(flops(short, Phase.F), rel=0.01)
@@ -208,6 +221,16 @@ def test_recompute_keeps_a_layers_input_and_its_routing() -> None:
     router = hidden + tokens * 128 * 4
     experts = 8 * tokens * 2 * (2048 + 3 * 768) + 8 * hidden
     assert alive(2, False) - alive(2, True) == 2 * (attention + router + experts)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nothing_is_kept_that_nobody_reads(recompute: bool) -> None:
+    chunk = described(HYBRID, H100, Setup(2, 64, recompute=recompute))
+    read = {value for node in chunk.nodes for value in node.reads}
+    assert set(chunk.buffers) <= read
+    stage = described(HYBRID, H100, Setup(2, 64, layers=2, recompute=recompute))
+    read = {value for node in stage.nodes for value in node.reads}
+    assert set(stage.buffers) - read == {"x2", "dx0"}  # what goes to the other stages
 
 
 def test_peak_of_a_step_with_recompute_is_smaller() -> None:
