@@ -2,8 +2,9 @@
 
 One rank's step of M microbatches is simulated (`fxoverlap.schedule.simulate`): the forward of the first one, then each
 forward beside the backward of the microbatch before, then the last backward. A pipeline stage runs more forwards ahead:
-with `warmup` w, forward i runs beside backward i - w. Optimizer, gradient reduction, and the pipeline's own bubbles and
-transfers are not in the step.
+with `warmup` w, forward i runs beside backward i - w. `auto_pair` is `auto` with `ramp="pair"`: the first two forwards
+run beside each other, and so do the last two backwards; it needs two microbatches and no other warm-up. The optimizer,
+the reduction of gradients, and a pipeline's bubbles and transfers are not in the step.
 
 Figures of each policy:
 
@@ -27,7 +28,7 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, CostTable, Lane, Round
-from fxoverlap.schedule import build_plan
+from fxoverlap.schedule import build_pair, build_plan, rounds_with
 from fxoverlap.schedule.simulate import Simulation, simulate
 
 POLICIES = ("sequential", "megatron", "auto")
@@ -51,7 +52,8 @@ def run(settings: Settings) -> dict[str, Any]:
             f"warmup is {settings.warmup}; expected 1 to {settings.microbatches}, the microbatches of a step."
         )
     chunk = described(settings.model, settings.hardware, settings.setup)
-    steps = {policy: simulate(rounds(chunk, settings, policy)) for policy in POLICIES}
+    policies = POLICIES if settings.warmup > 1 or settings.microbatches < 2 else (*POLICIES, "auto_pair")
+    steps = {policy: simulate(rounds(chunk, settings, policy)) for policy in policies}
     slowest = steps["sequential"].makespan
     bound = settings.microbatches * _busiest(chunk, settings.hardware)
     link, setup = settings.hardware, settings.setup
@@ -79,8 +81,11 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def rounds(chunk: ChunkGraph, settings: Settings, policy: str) -> list[Round]:
     """The rounds of a step of microbatches that are all this chunk."""
-    config = OverlapConfig(schedule=policy)
+    config = OverlapConfig(schedule=policy.removesuffix("_pair"))
     costs = CostTable(chunk.costs, settings.hardware, f"described {settings.hardware.name}")
+    if policy.endswith("_pair"):
+        ends = {kind: build_pair(kind, chunk, chunk, config, costs) for kind in ("FF", "BB")}
+        return rounds_with(ends | {"FB": build_plan(chunk, chunk, config, costs)}, settings.microbatches, pair=True)
     pairs = ((chunk, None), (chunk, chunk), (None, chunk))
     first, both, last = (build_plan(f, b, config, costs) for f, b in pairs)
     ahead, count = settings.warmup, settings.microbatches

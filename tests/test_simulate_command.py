@@ -37,7 +37,7 @@ def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[s
 
 def test_keys_and_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     given, printed = figures(capsys, *STAGE)
-    assert set(given["policies"]) >= {"sequential", "megatron", "auto"}
+    assert set(given["policies"]) >= {"sequential", "megatron", "auto", "auto_pair"}
     for each in given["policies"].values():
         assert set(each) >= {"step_ms", "exposed_pct", "overlap_pct", "peak_bytes"}
         assert 0 <= each["exposed_pct"] < 100 and 0 <= each["overlap_pct"] <= 100 and each["peak_bytes"] > 0

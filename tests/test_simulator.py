@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fxoverlap.hardware import Hardware
-from fxoverlap.ir import ChunkGraph, Instance, Lane, NodeCost, Phase, Plan, Round, ScheduleNode, Slot
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, NodeCost, Phase, Plan, Round, ScheduleNode, Slot
 from fxoverlap.schedule.simulate import Machine, Simulation, peak_bytes, simulate, simulate_plan
 
 MS = 1e-3
@@ -29,7 +29,7 @@ PERMUTE: Row = (Slot.PERMUTE, 1, ("counts", "h"), ("rows",))
 DISPATCH: Row = (Slot.DISPATCH, 5, ("rows",), ("got",))
 
 
-def plan(*rows: Row, sizes: dict[str, int] | None = None) -> tuple[Plan, dict[str, NodeCost]]:
+def plan(*rows: Row, sizes: dict[str, int] | None = None, hardware: Hardware = GPU) -> Plan:
     """A plan of one microbatch that issues these nodes in order; a slot may come once."""
     nodes, costs = [], {}
     for slot, ms, reads, writes in rows:
@@ -39,11 +39,12 @@ def plan(*rows: Row, sizes: dict[str, int] | None = None) -> tuple[Plan, dict[st
         costs[node.name] = NodeCost(seconds=ms * MS)
     buffers = {value: (value, size) for value, size in (sizes or {}).items()}
     chunk = ChunkGraph(None, tuple(nodes), layers=1, buffers=buffers)
-    return Plan("F", {"F": chunk}, tuple(Instance(node, "F") for node in nodes)), costs
+    order = tuple(Instance(node, "F") for node in nodes)
+    return Plan("F", {"F": chunk}, order, CostTable(costs, hardware, "by hand"))
 
 
 def run(*rows: Row, hardware: Hardware = GPU) -> Simulation:
-    return simulate_plan(*plan(*rows), hardware)
+    return simulate_plan(plan(*rows, hardware=hardware))
 
 
 def spans(simulation: Simulation) -> dict[Slot, tuple[float, float]]:
@@ -100,15 +101,15 @@ def test_communication_takes_its_share_of_the_compute_lane() -> None:
 def test_peak_is_that_of_a_hand_computed_example() -> None:
     sizes = {"h": 5, "count": 1, "counts": 1, "rows": 40, "got": 30}
     read = (Slot.EXPERTS, 1.0, ("got",), ())
-    step, _ = plan(ROUTER, COUNTS, PERMUTE, DISPATCH, read, sizes=sizes)
+    step = plan(ROUTER, COUNTS, PERMUTE, DISPATCH, read, sizes=sizes)
     rounds = [Round(step, {"F": 0})]
     # Rows and got are alive together; the rest is dead by then.
     assert peak_bytes(rounds) == 40 + 30
     # What the dispatch sends is alive until its result is read, so beside what is made in the meantime.
     between = (Slot.SHARED, 1.0, ("x",), ("aside",))
-    step, _ = plan(ROUTER, COUNTS, PERMUTE, DISPATCH, between, read, sizes=sizes | {"aside": 20})
+    step = plan(ROUTER, COUNTS, PERMUTE, DISPATCH, between, read, sizes=sizes | {"aside": 20})
     assert peak_bytes([Round(step, {"F": 0})]) == 40 + 30 + 20
-    step, _ = plan(ROUTER, COUNTS, PERMUTE, DISPATCH, replace_reads(read, "got", "h"), sizes=sizes)
+    step = plan(ROUTER, COUNTS, PERMUTE, DISPATCH, replace_reads(read, "got", "h"), sizes=sizes)
     assert peak_bytes([Round(step, {"F": 0})]) == 40 + 30 + 5
     # Two microbatches, of which nothing of the first is left.
     assert peak_bytes([Round(step, {"F": 0}), Round(step, {"F": 1})]) == 40 + 30 + 5
@@ -119,15 +120,15 @@ def replace_reads(row: Row, *reads: str) -> Row:
 
 
 def test_views_of_one_buffer_count_once() -> None:
-    step, _ = plan(ROUTER, (Slot.EXPERTS, 1, ("h", "count"), ()))
+    step = plan(ROUTER, (Slot.EXPERTS, 1, ("h", "count"), ()))
     chunk = replace(step.chunks["F"], buffers={"h": ("storage", 8), "count": ("storage", 8)})
     assert peak_bytes([Round(replace(step, chunks={"F": chunk}), {"F": 0})]) == 8
 
 
 def test_rounds_follow_each_other_on_the_same_lanes() -> None:
     """The second microbatch computes while the first one's exchange is in flight."""
-    step, costs = plan((Slot.PRE_DISPATCH, 3, ("x",), ("rows",)), DISPATCH)
-    found = simulate([Round(step, {"F": 0}), Round(step, {"F": 1})], costs, GPU)
+    step = plan((Slot.PRE_DISPATCH, 3, ("x",), ("rows",)), DISPATCH)
+    found = simulate([Round(step, {"F": 0}), Round(step, {"F": 1})])
     assert [(round(s.begin / MS), round(s.end / MS)) for s in found.timeline] == [(0, 3), (3, 8), (3, 6), (8, 13)]
 
 
