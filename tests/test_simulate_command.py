@@ -7,6 +7,7 @@ neither imbalance nor the kernels of a run.
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -157,30 +158,43 @@ def published(preset: str, microbatches: int, warmup: int, setup: Setup) -> dict
     return found
 
 
-def test_deepseek_v3_exposed_share() -> None:
+QWEN_ALLTOALL = ("qwen3-30b-a3b", 16, 1, Setup(16, 4096))
+QWEN_ONCE = ("qwen3-30b-a3b", 16, 1, Setup(16, 4096, dispatcher="once-a-node"))
+DEEPSEEK_STAGE = ("deepseek-v3", 32, 8, Setup(16, 2048, layers=2, recompute=True))
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict[str, Any]]:
+    """The policies of each published run that has a step time; a quarter of the microbatches for Qwen3."""
+    return {
+        name: published(*run)
+        for name, run in (("alltoall", QWEN_ALLTOALL), ("once", QWEN_ONCE), ("recompute", DEEPSEEK_STAGE))
+    }
+
+
+# Milliseconds of a step without overlap, and the speed-up that overlap gave: Megatron-Bridge pull requests 3862 and
+# 5094, and Megatron-LM pull request 6429.
+MEASURED = {"alltoall": (41250, 1.317), "once": (24714, 1.177), "recompute": (3044, 1.077)}
+# What the step that is simulated lacks: three quarters of the microbatches; the pipeline's bubble of 3 chunks in 32.
+MORE = {"alltoall": 4, "once": 4, "recompute": 1 + 3 / 32}
+
+
+def test_the_factor_of_all_presets_fits_the_published_steps(runs: dict[str, dict[str, Any]]) -> None:
+    ratios = [MORE[name] * runs[name]["sequential"]["step_ms"] / MEASURED[name][0] for name in MEASURED]
+    assert all(0.8 < ratio < 1.2 for ratio in ratios), ratios
+    assert statistics.geometric_mean(ratios) == pytest.approx(1, abs=0.05)
+
+
+def test_speedups_beside_published_ones(runs: dict[str, dict[str, Any]]) -> None:
+    """What Megatron's order gains in the model, less what it gained in the run; the model is the more hopeful one."""
+    gained = {name: runs[name]["megatron"]["speedup"] - MEASURED[name][1] for name in MEASURED}
+    assert abs(gained["alltoall"]) < 0.05
+    assert 0 < gained["once"] < 0.15 and 0 < gained["recompute"] < 0.1
+
+
+def test_exposed_share_of_deepseek_v3() -> None:
     """Megatron-Core's documentation: 30 to 40 % of the iteration without overlap, below 5 % with it."""
-    each = published("deepseek-v3", 64, 8, Setup(64, 4096, layers=2, dispatcher="once-a-node"))
-    assert 25 < each["sequential"]["exposed_pct"] < 45
+    each = published("deepseek-v3", 64, 2, Setup(64, 4096, layers=2, dispatcher="once-a-node"))
+    assert 30 < each["sequential"]["exposed_pct"] < 40
     assert each["auto"]["exposed_pct"] < 5
-    assert each["megatron"]["exposed_pct"] < 12  # its order leaves the comm lane idle under pre_dispatch.F
-
-
-def test_qwen3_step_time_and_speedup() -> None:
-    """Megatron-Bridge pull request 3862: 41.25 s and 31.31 s for 64 microbatches, 1.317 x."""
-    each = published("qwen3-30b-a3b", 16, 1, Setup(16, 4096))
-    assert 4 * each["sequential"]["step_ms"] == pytest.approx(41.25e3, rel=0.2)
-    assert each["megatron"]["speedup"] == pytest.approx(1.317, abs=0.1)
-
-
-def test_qwen3_with_a_deduplicating_dispatcher() -> None:
-    """Megatron-Bridge pull request 5094: 24.71 s and 20.99 s, 1.177 x, with HybridEP."""
-    each = published("qwen3-30b-a3b", 16, 1, Setup(16, 4096, dispatcher="once-a-node"))
-    assert 4 * each["sequential"]["step_ms"] == pytest.approx(24.71e3, rel=0.25)
-    assert each["megatron"]["speedup"] == pytest.approx(1.177, abs=0.15)
-
-
-def test_full_recompute_on_both_sides() -> None:
-    """Megatron-LM pull request 6429: +7.7 %, of 3044 ms with the pipeline's bubble of 3 of 32 chunks."""
-    each = published("deepseek-v3", 32, 8, Setup(16, 2048, layers=2, recompute=True))
-    assert each["sequential"]["step_ms"] * (1 + 3 / 32) == pytest.approx(3044, rel=0.2)
-    assert 1.03 < each["megatron"]["speedup"] < 1.2
+    assert each["megatron"]["exposed_pct"] < 10  # its order has nothing to launch before pre_dispatch.F
