@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict, replace
+import re
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fxoverlap.ir import ChunkGraph, CostTable, Lane, Phase, Round, Slot
 from fxoverlap.schedule import build_plan
 from fxoverlap.schedule.simulate import peak_bytes
 
+DOCS = Path(__file__).parent.parent / "docs" / "simulate.md"
 H100 = PRESETS["h100"]
 DEEPSEEK, QWEN = (models.PRESETS[name] for name in ("deepseek-v3", "qwen3-30b-a3b"))
 SMALL = Model("small", 4, 64, Grouped(4, 2, 16), 8, 2, 32, 100, shared_experts=1)
@@ -261,6 +263,13 @@ def test_fields_with_a_default_may_be_left_out(tmp_path: Path) -> None:
     given = {"attention": asdict(SMALL.attention), **{k: v for k, v in asdict(SMALL).items() if k != "attention"}}
     short = {k: v for k, v in given.items() if not k.startswith(("dense", "mtp", "node")) and "bytes" not in k}
     assert models.read(write(tmp_path, short)) == SMALL
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    model = models.read(write(tmp_path, example))
+    assert described(model, H100, Setup(8, 64)).layers == 32
+    assert not {each.name for each in fields(Model)} - set(re.findall(r"\w+", DOCS.read_text()))
 
 
 @pytest.mark.parametrize(
