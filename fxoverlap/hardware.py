@@ -12,8 +12,8 @@ that, for structured sparsity) and for one direction of the links (data sheets p
 | gb200 | 2500 T | 8 TB/s | 900 GB/s | 72 | 400 Gbit/s | "NVIDIA GB200 NVL72": a 72nd of the rack |
 
 Real kernels and links do not reach them: one factor, `efficiency`, serves all GPU presets, fitted to the step times of
-three published runs without overlap (docs/simulate.md). Their latency, their time to issue a node and their `comm_share`
-are round figures and come from no data sheet.
+three published runs without overlap (docs/simulate.md). Their latency, their time to issue a node and their
+`comm_share` are round figures and come from no data sheet.
 
 `cpu` is one core and a link of 1 Gbit/s. Its figures were measured with this project's standard configuration (width
 256, 512 tokens, fp32, gloo), so they hold what kernels reach, and its efficiency is 1.
