@@ -109,8 +109,10 @@ class Tripping(nn.Module):
         return loss if self.group is None else loss + funcol.all_reduce(loss.detach(), "sum", self.group)
 
 
-def tripping(group: dist.ProcessGroup | None, pattern: str = "[*E][*E]", layer: int = 1) -> fxo.OverlappedModel:
-    config = fxo.OverlapConfig(hooks="trace", layers="model.layers.*")
+def tripping(
+    group: dist.ProcessGroup | None, pattern: str = "[*E][*E]", layer: int = 1, ramp: str = "none"
+) -> fxo.OverlappedModel:
+    config = fxo.OverlapConfig(hooks="trace", layers="model.layers.*", ramp=ramp)
     return fxo.transform(Tripping(group, pattern, layer), config)
 
 
