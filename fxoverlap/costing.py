@@ -25,6 +25,7 @@ from fxoverlap.report.measured import Transfer, transfers
 from fxoverlap.runtime import NodeRun, StepProfile
 from fxoverlap.schedule.cost import default_costs
 from fxoverlap.schedule.intervals import length
+from fxoverlap.schedule.pairs import edges_between
 from fxoverlap.schedule.simulate import groups_of
 
 MEASURED = "measured"
@@ -35,7 +36,7 @@ Tables = Mapping[str, CostTable]
 
 
 def structure_of(chunk: ChunkGraph) -> str:
-    """A hash of the nodes, their lanes and groups, what they read from one another, and the order of effects.
+    """A hash of the nodes, their lanes and groups, what they read from one another, and what must keep its order.
 
     It is equal for chunks that differ in lengths only. Groups are numbered by first appearance, because their names may
     differ between ranks.
@@ -49,6 +50,7 @@ def structure_of(chunk: ChunkGraph) -> str:
         group = f" group {number[groups[node.name]]}" if node.name in groups else ""
         lines.append(f"{node.name} {node.lane.value}{group}: {' '.join(sources)}")
     lines += [f"{earlier} before {later}" for earlier, later in chunk.effects]
+    lines += [str(edge) for kind in ("FF", "BB") for edge in edges_between(chunk, chunk, kind)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

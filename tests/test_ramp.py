@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from fxoverlap.errors import UnsupportedError
 from fxoverlap.ir import ChunkGraph, Lane, Phase, Plan, Slot, runs_forward
 from fxoverlap.report.golden import arrivals
 from fxoverlap.schedule import build_pair, kind_of, plan, rounds_of
-from fxoverlap.schedule.pairs import Order, edges_between, labels_of, nodes_of
+from fxoverlap.schedule.pairs import edges_between, labels_of
+from fxoverlap.schedule.policies import Order
+from fxoverlap.schedule.tasks import nodes_of
 
 PAIR = fxo.OverlapConfig(ramp="pair")
 
@@ -141,25 +144,26 @@ def test_earlier_gradient_that_comes_later_is_refused_by_name(group: dist.Proces
     moved = late(found, ("L1.experts.W", "B0"))
     words = r"L1\.experts\.W of microbatch 'B1' must follow L1\.experts\.W of microbatch 'B0', because both give a grad"
     with pytest.raises(UnsupportedError, match=words + r"ient of 'layers\.3\.w_(gate_up|down)'"):
-        plan.plan_of(moved, found.chunks)
-    plan.plan_of(late(found, ("L1.experts.W", "B0"), ("L1.experts.W", "B1")), found.chunks)
+        plan.plan_of(moved, found.chunks, found.costs)
+    plan.plan_of(late(found, ("L1.experts.W", "B0"), ("L1.experts.W", "B1")), found.chunks, found.costs)
 
 
 def test_w_that_is_left_out_keeps_the_order(group: dist.ProcessGroup) -> None:
     found = build_pair("BB", chunk(group), chunk(group), PAIR)
     order = [(i.node, i.mb) for i in found.order if i.node.phase is not Phase.W]
-    assert {i.mb for i in plan.plan_of(order, found.chunks).order if i.node.phase is Phase.W} == {"B0", "B1"}
+    completed = plan.plan_of(order, found.chunks, found.costs)
+    assert {i.mb for i in completed.order if i.node.phase is Phase.W} == {"B0", "B1"}
     with pytest.raises(UnsupportedError, match=r"of microbatch 'B1' must follow .* of microbatch 'B0'"):
-        plan.plan_of([e for e in late(found) if e[0].phase is not Phase.W or e[1] == "B1"], found.chunks)
+        order = [e for e in late(found) if e[0].phase is not Phase.W or e[1] == "B1"]
+        plan.plan_of(order, found.chunks, found.costs)
 
 
-def random_order(*chunks: ChunkGraph, kind: str, choose: random.Random) -> Order:
+def random_order(chunks: Mapping[str, ChunkGraph], kind: str, choose: random.Random) -> Order:
     """Any order in which values are made before they are read, and in which what must keeps its order."""
-    both = dict(zip(labels_of(kind), chunks, strict=True))
-    left = [(node, mb) for mb, each in both.items() for node in nodes_of(each, kind == "FF")]
-    before = [((earlier, mb), (later, mb)) for mb, each in both.items() for earlier, later in each.effects]
-    one, two = both
-    before += [((earlier, one), (later, two)) for earlier, later, _ in edges_between(*chunks, kind)]
+    left = [(node, mb) for mb, each in chunks.items() for node in nodes_of(mb, each)]
+    before = [((earlier, mb), (later, mb)) for mb, each in chunks.items() for earlier, later in each.effects]
+    one, two = chunks
+    before += [((earlier, one), (later, two)) for earlier, later, _ in edges_between(*chunks.values(), kind)]
     order: Order = []
     while left:
         made_later = {(mb, value) for node, mb in left for value in node.writes}
@@ -176,8 +180,8 @@ def random_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The nodes of pairs come in random legal orders."""
     choose = random.Random(0)
 
-    def pair(first: ChunkGraph, second: ChunkGraph, costs: Any, config: Any, kind: str) -> Order:
-        return random_order(first, second, kind=kind, choose=choose)
+    def pair(chunks: Mapping[str, ChunkGraph], costs: Any, config: Any, kind: str) -> Order:
+        return random_order(chunks, kind, choose)
 
     monkeypatch.setattr(plan, "pair", pair)
 
