@@ -17,22 +17,28 @@ import fxoverlap as fxo
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["auto", "megatron", "sequential"])
-def test_b15_step_that_only_fills_or_drains(group: dist.ProcessGroup, schedule: str, count: int) -> None:
-    """One microbatch runs in no FB plan."""
-    overlapped = fxo.transform(toy("[*E]", group), fxo.OverlapConfig(schedule=schedule, ramp="none"))
+@pytest.mark.parametrize("ramp", ["none", "pair"])
+def test_b15_step_that_only_fills_or_drains(group: dist.ProcessGroup, ramp: str, schedule: str, count: int) -> None:
+    """One microbatch runs in no FB plan, nor two in pairs."""
+    overlapped = fxo.transform(toy("[*E]", group), fxo.OverlapConfig(schedule=schedule, ramp=ramp))
     assert train_both(overlapped, lambda step: batches(count, seed=step), steps=2) == []
 
 
-def test_b15_steps_of_changing_length(group: dist.ProcessGroup) -> None:
-    assert train_both(toy("[*E]", group), lambda step: batches((3, 1, 2, 1)[step], seed=step), steps=4) == []
+@pytest.mark.parametrize("ramp", ["none", "pair"])
+def test_b15_steps_of_changing_length(group: dist.ProcessGroup, ramp: str) -> None:
+    overlapped = fxo.transform(toy("[*E]", group), fxo.OverlapConfig(ramp=ramp))
+    assert train_both(overlapped, lambda step: batches((3, 1, 2, 1)[step], seed=step), steps=4) == []
 
 
-def test_b104_four_microbatches_then_one_larger(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("ramp", ["none", "pair"])
+def test_b104_four_microbatches_then_one_larger(group: dist.ProcessGroup, ramp: str) -> None:
     """The larger one has no partner, and the report says so."""
-    overlapped = fxo.transform(toy("[*E]", group))
+    overlapped = fxo.transform(toy("[*E]", group), fxo.OverlapConfig(ramp=ramp))
     assert train_both(overlapped, lambda step: batches(1, tokens=24) if step else batches(4), steps=2) == []
     reasons = [text.split(":")[0] for text in overlapped.report().little_hidden]
     assert "one microbatch" in reasons
+    warned = [text for text in overlapped.report().warnings if "the last step had one microbatch" in text]
+    assert len(warned) == (ramp == "pair")
 
 
 class InChunks(RawModel):

@@ -134,12 +134,12 @@ def early_release_edges(f: ChunkGraph, b: ChunkGraph) -> list[tuple[str, str]]:
     `pre_dispatch.B` is the last reader of what its layer has saved, so much is free before `experts.F` saves more. It
     waits for dispatch.B, which then has nothing but weight gradients beside it.
     """
-    names = {node.name for node in (*f.nodes, *b.nodes)}
+    ours, theirs = ({node.name for node in chunk.nodes} for chunk in (f, b))
     edges = [
         (f"L{b.layers - 1 - i}.{Slot.PRE_DISPATCH.value}.B", f"L{i}.{Slot.EXPERTS.value}.F")
         for i in range(min(f.layers, b.layers))
     ]
-    return [edge for edge in edges if names.issuperset(edge)]
+    return [(first, then) for first, then in edges if first in theirs and then in ours]
 
 
 def _searched(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge]) -> Order:
