@@ -81,8 +81,8 @@ class _Partial:
         groups: when each process group is done, by number.
         flying: (task, arrival) of exchanges that nothing has waited for.
         compute_left, groups_left: seconds of work that is not issued yet, by lane.
-        bound: no order that begins so takes less. Of equal ones the better has the smaller second number, what all lanes
-            take; then the smaller third one, the W nodes left, which keep what the forward has saved.
+        bound: no order that begins so takes less. Of equal ones the better has the smaller second number, what all
+            lanes take; then the smaller third one, the W nodes left, which keep what the forward has saved.
         before, last: the order without its last segment, and that.
     """
 
@@ -209,7 +209,7 @@ class _Grid:
             flying,
             compute_left,
             tuple(groups_left),
-            (0.0, 0.0),
+            (0.0, 0.0, 0),
             partial,
             segment,
         )
