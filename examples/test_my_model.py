@@ -39,11 +39,11 @@ nodes
 plan FB
   compute              comm
   F:pre_process.F
-  B:post_process.B
-  B:L0.post_combine.B
-                       > B:L0.combine.B
-  F:L0.pre_dispatch.F  | B:L0.combine.B
+  F:L0.pre_dispatch.F
                        > F:L0.counts.F
+  B:post_process.B     | F:L0.counts.F
+  B:L0.post_combine.B  | F:L0.counts.F
+                       > B:L0.combine.B
   B:post_process.W     | F:L0.counts.F, B:L0.combine.B
   F:L0.permute.F       | B:L0.combine.B
                        > F:L0.dispatch.F
@@ -53,9 +53,9 @@ plan FB
   F:L0.experts.F       | B:L0.dispatch.B
                        > F:L0.combine.F
   B:L0.pre_dispatch.B  | F:L0.combine.F
+  B:L0.pre_dispatch.W  | F:L0.combine.F
+  B:pre_process.W      | F:L0.combine.F
   F:L0.post_combine.F
   F:post_process.F
-  B:L0.pre_dispatch.W
-  B:pre_process.W
 """,
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import fxoverlap as fxo
 from fxoverlap import demo
-from fxoverlap.benchmarks import models, overhead, simulate, transform, two_hosts
+from fxoverlap.benchmarks import models, overhead, rates, simulate, transform, two_hosts
 from fxoverlap.benchmarks.described import DISPATCHERS, Setup
 from fxoverlap.benchmarks.workload import Settings
 from fxoverlap.hardware import PRESETS as HARDWARE
@@ -88,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     two = _add(benches, "two-hosts", _two_hosts, "two ranks joined by a slow link")
     two.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
     _add_sizes(two, repeats=5)
+
+    sweep = _add(benches, "rates", _rates, "two ranks joined by links of several rates")
+    several = ["250mbit", "500mbit", "1gbit", "2gbit", "4gbit"]
+    sweep.add_argument("--rates", nargs="+", default=several, metavar="RATE", help="as tc writes them")
+    sweep.add_argument("--plot", type=_file, nargs="+", default=[], metavar="PATH", help="files such as rates.svg")
+    _add_sizes(sweep, repeats=3)
 
     one = _add(benches, "overhead", _overhead, "one rank, nothing to hide")
     one.add_argument("--hidden", type=_count, nargs="+", default=[256, 64], metavar="WIDTH", help="of the model")
@@ -182,6 +188,12 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
 def _two_hosts(options: argparse.Namespace) -> dict[str, Any]:
     figures = two_hosts.run(dataclasses.replace(_settings(options), rate=options.rate))
     print(two_hosts.text(figures))
+    return figures
+
+
+def _rates(options: argparse.Namespace) -> dict[str, Any]:
+    figures = rates.run(options.rates, _settings(options), options.plot)
+    print(rates.text(figures))
     return figures
 
 

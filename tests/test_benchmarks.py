@@ -1,13 +1,16 @@
 """What the benchmarks are built from: turns, medians, and a step taken apart into compute and communication."""
 
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxoverlap.benchmarks import link
+import fxoverlap as fxo
+from fxoverlap.benchmarks import link, rates
 from fxoverlap.benchmarks.exchanges import computing_pct, exchange_again, recorded, without_exchanges
 from fxoverlap.benchmarks.timing import interleaved
 from fxoverlap.benchmarks.workload import Settings, eager_step, same
@@ -80,3 +83,25 @@ def test_what_two_hosts_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr("shutil.which", lambda tool: None)
     assert link.missing_for_two_hosts() == "no ip and no tc on the path: install the package iproute2"
+
+
+def _at(rate: str, scale: float) -> dict[str, Any]:
+    names = ("eager", "sequential", "megatron", "auto", "auto_pair", "bound")
+    return {"rate": rate, "bitwise_equal": True} | {f"{name}_ms": scale * (9 - i) for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_plot_of_rates(tmp_path: Path, kind: str) -> None:
+    figures = [_at("500mbit", 200), _at("1gbit", 100)]
+    path = tmp_path / f"rates.{kind}"
+    rates.plot(figures, str(path))
+    assert path.read_bytes()[:8] in (b"<?xml ve", b"\x89PNG\r\n\x1a\n")
+    lines = rates.text({"rates": figures, "bitwise_equal": True}).splitlines()
+    assert "900.0 (2.250)" in lines[2] and lines[2].split()[0] == "1gbit" and lines[2].endswith(" 400.0")
+
+
+@pytest.mark.parametrize("rate", ["1", "fast", "0mbit", "-1gbit", "1gbps", "infgbit"])
+def test_rate_of_another_form(rate: str) -> None:
+    with pytest.raises(fxo.ConfigError, match=r"expected a number above 0 with kbit, mbit or gbit"):
+        rates.run(["1gbit", rate], Settings(), [])
+    assert [rates.mbit(each) for each in ("250kbit", "500mbit", "1.5gbit")] == [0.25, 500, 1500]

@@ -77,26 +77,26 @@ nodes
 plan FB
   compute              comm
   F:pre_process.F
-  B:post_process.B
-  B:L1.post_combine.B
-                       > B:L1.combine.B
-  F:L0.pre_dispatch.F  | B:L1.combine.B
+  F:L0.pre_dispatch.F
                        > F:L0.counts.F
-  B:post_process.W     | F:L0.counts.F, B:L1.combine.B
+  B:post_process.B     | F:L0.counts.F
+  B:L1.post_combine.B  | F:L0.counts.F
+                       > B:L1.combine.B
   F:L0.permute.F       | B:L1.combine.B
                        > F:L0.dispatch.F
+  B:post_process.W     | B:L1.combine.B, F:L0.dispatch.F
   B:L1.experts.B       | F:L0.dispatch.F
                        > B:L1.dispatch.B
   B:L1.experts.W       | F:L0.dispatch.F, B:L1.dispatch.B
   F:L0.experts.F       | B:L1.dispatch.B
                        > F:L0.combine.F
   B:L1.pre_dispatch.B  | F:L0.combine.F
-  F:L0.post_combine.F
-  B:L0.post_combine.B
+  B:L1.pre_dispatch.W  | F:L0.combine.F
+  B:L0.post_combine.B  | F:L0.combine.F
                        > B:L0.combine.B
+  F:L0.post_combine.F  | B:L0.combine.B
   F:L1.pre_dispatch.F  | B:L0.combine.B
                        > F:L1.counts.F
-  B:L1.pre_dispatch.W  | F:L1.counts.F, B:L0.combine.B
   F:L1.permute.F       | B:L0.combine.B
                        > F:L1.dispatch.F
   B:L0.experts.B       | F:L1.dispatch.F
@@ -105,10 +105,10 @@ plan FB
   F:L1.experts.F       | B:L0.dispatch.B
                        > F:L1.combine.F
   B:L0.pre_dispatch.B  | F:L1.combine.F
+  B:L0.pre_dispatch.W  | F:L1.combine.F
+  B:pre_process.W      | F:L1.combine.F
   F:L1.post_combine.F
   F:post_process.F
-  B:L0.pre_dispatch.W
-  B:pre_process.W
 """,
     )
 
@@ -133,31 +133,31 @@ nodes
 
 plan FB
   compute              comm
-  F:pre_process.F
   B:post_process.B
   B:L2.post_combine.B
                        > B:L2.combine.B
+  F:pre_process.F      | B:L2.combine.B
   F:L0.pre_dispatch.F  | B:L2.combine.B
-  B:post_process.W     | B:L2.combine.B
-  B:L2.experts.B
-                       > B:L2.dispatch.B
-  B:L2.experts.W       | B:L2.dispatch.B
-  F:L1.experts.F       | B:L2.dispatch.B
-  B:L2.pre_dispatch.B
-  F:L2.pre_dispatch.F
+  F:L1.experts.F       | B:L2.combine.B
+  F:L2.pre_dispatch.F  | B:L2.combine.B
                        > F:L2.counts.F
-  F:L2.permute.F
+  B:L2.experts.B       | F:L2.counts.F
+                       > B:L2.dispatch.B
+  B:post_process.W     | F:L2.counts.F, B:L2.dispatch.B
+  B:L2.experts.W       | F:L2.counts.F, B:L2.dispatch.B
+  F:L2.permute.F       | B:L2.dispatch.B
                        > F:L2.dispatch.F
+  B:L2.pre_dispatch.B  | F:L2.dispatch.F
   B:L2.pre_dispatch.W  | F:L2.dispatch.F
   B:L1.experts.B       | F:L2.dispatch.F
   B:L1.experts.W       | F:L2.dispatch.F
   F:L2.experts.F
                        > F:L2.combine.F
   B:L0.pre_dispatch.B  | F:L2.combine.F
+  B:L0.pre_dispatch.W  | F:L2.combine.F
+  B:pre_process.W      | F:L2.combine.F
   F:L2.post_combine.F
   F:post_process.F
-  B:L0.pre_dispatch.W
-  B:pre_process.W
 """,
     )
 
@@ -177,11 +177,11 @@ nodes
 plan FB
   compute              comm
   F:pre_process.F
-  B:post_process.B
-  B:L0.post_combine.B
-                       > B:L0.combine.B
-  F:L0.pre_dispatch.F  | B:L0.combine.B
+  F:L0.pre_dispatch.F
                        > F:L0.counts.F
+  B:post_process.B     | F:L0.counts.F
+  B:L0.post_combine.B  | F:L0.counts.F
+                       > B:L0.combine.B
   B:post_process.W     | F:L0.counts.F, B:L0.combine.B
   B:L0.post_combine.W  | F:L0.counts.F, B:L0.combine.B
   F:L0.permute.F       | B:L0.combine.B
@@ -190,15 +190,15 @@ plan FB
   B:L0.experts.B       | F:L0.dispatch.F
                        > B:L0.dispatch.B
   B:L0.shared.B        | F:L0.dispatch.F, B:L0.dispatch.B
-  B:L0.experts.W       | F:L0.dispatch.F, B:L0.dispatch.B
-  B:L0.shared.W        | F:L0.dispatch.F, B:L0.dispatch.B
   F:L0.experts.F       | B:L0.dispatch.B
                        > F:L0.combine.F
   B:L0.pre_dispatch.B  | F:L0.combine.F
+  B:L0.shared.W        | F:L0.combine.F
+  B:L0.experts.W       | F:L0.combine.F
+  B:L0.pre_dispatch.W  | F:L0.combine.F
+  B:pre_process.W      | F:L0.combine.F
   F:L0.post_combine.F
   F:post_process.F
-  B:L0.pre_dispatch.W
-  B:pre_process.W
 """,
     )
 
@@ -220,17 +220,17 @@ nodes
 
 plan FB
   compute              comm
-  F:pre_process.F
   B:post_process.B
-  F:L0.pre_dispatch.F
   B:post_process.W
   B:L1.experts.B
   B:L1.experts.W
-  F:L1.experts.F
   B:L0.pre_dispatch.B
-  F:post_process.F
   B:L0.pre_dispatch.W
   B:pre_process.W
+  F:pre_process.F
+  F:L0.pre_dispatch.F
+  F:L1.experts.F
+  F:post_process.F
 """,
     )
 
@@ -240,20 +240,20 @@ def test_fused_graph(group: dist.ProcessGroup) -> None:
         render(captured("[*E]", group).fused_graph("FB")),
         """\
 F:pre_process.F      = pre_process_F()
-B:post_process.B     = post_process_B()
-B:L0.post_combine.B  = post_combine_B(B:post_process.B)
+F:L0.pre_dispatch.F  = pre_dispatch_F(F:pre_process.F)
   compute records 0
   comm waits for 0
-B:L0.combine.B       = combine_B(B:L0.post_combine.B)
-F:L0.pre_dispatch.F  = pre_dispatch_F(F:pre_process.F)
+F:L0.counts.F        = counts_F(F:L0.pre_dispatch.F)
+B:post_process.B     = post_process_B()
+B:L0.post_combine.B  = post_combine_B(B:post_process.B)
   compute records 1
   comm waits for 1
-F:L0.counts.F        = counts_F(F:L0.pre_dispatch.F)
-B:post_process.W     = post_process_W(B:post_process.B)
+B:L0.combine.B       = combine_B(B:L0.post_combine.B)
 F:L0.permute.F       = permute_F(F:L0.pre_dispatch.F, F:L0.counts.F)
   compute records 2
   comm waits for 2
 F:L0.dispatch.F      = combine_B(F:L0.permute.F)
+B:post_process.W     = post_process_W(B:post_process.B)
 B:L0.experts.B       = experts_B(B:L0.combine.B)
   compute records 3
   comm waits for 3
@@ -264,10 +264,10 @@ F:L0.experts.F       = experts_F(F:L0.permute.F, F:L0.dispatch.F)
   comm waits for 4
 F:L0.combine.F       = dispatch_B(F:L0.permute.F, F:L0.experts.F)
 B:L0.pre_dispatch.B  = pre_dispatch_B(B:post_process.B, B:L0.dispatch.B)
-F:L0.post_combine.F  = post_combine_F(F:L0.pre_dispatch.F, F:L0.permute.F, F:L0.combine.F)
-F:post_process.F     = post_process_F(F:L0.post_combine.F)
 B:L0.pre_dispatch.W  = pre_dispatch_W(B:L0.pre_dispatch.B)
 B:pre_process.W      = pre_process_W(B:L0.pre_dispatch.B)
+F:L0.post_combine.F  = post_combine_F(F:L0.pre_dispatch.F, F:L0.permute.F, F:L0.combine.F)
+F:post_process.F     = post_process_F(F:L0.post_combine.F)
 return F: pre_process.F, L0.pre_dispatch.F, L0.permute.F, L0.experts.F, L0.post_combine.F, post_process.F
 return B: post_process.W, L0.experts.W, L0.pre_dispatch.W, pre_process.W
 """,
