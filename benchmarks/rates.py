@@ -1,7 +1,7 @@
 """How long a step takes against the rate of the link: `two_hosts` at several rates, and a plot of it.
 
-At a slow link no order hides all of the exchanges, at a fast one hardly any order is needed; schedules differ most where
-exchanges take about as long as compute does. The bound is drawn as a line, measured at each rate.
+At a slow link no order hides all of the exchanges, at a fast one hardly any order is needed; schedules differ most
+where exchanges take about as long as compute does. The bound is drawn as a line, measured at each rate.
 """
 
 from __future__ import annotations
