@@ -209,8 +209,9 @@ class OverlappedModel(nn.Module):
         try:
             yield
         finally:
-            self._profiled = self._profiling or self._profiled
-            self._planner.costs.measure(self._profiling)
+            if self._profiling:
+                self._profiled = self._profiling
+                self._planner.costs.measure(self._profiled)
             self._profiling = outer
 
     def timeline(self, path: str | PathLike[str]) -> None:

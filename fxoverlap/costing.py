@@ -184,8 +184,11 @@ class Costs:
         return self._own[structure]
 
     def measure(self, steps: Sequence[StepProfile]) -> None:
-        """Take what profiled steps tell instead of what was measured before; nothing if the user names the costs."""
-        if self._config.costs is None and steps:
+        """Take what profiled steps, at least one, tell instead of what was measured before.
+
+        Nothing changes if the user names the costs.
+        """
+        if self._config.costs is None:
             self._measured = Measured.of(steps)
             self._own.clear()
             self._not_told = set(self._measured.seconds)

@@ -314,6 +314,9 @@ def test_measured_costs_change_the_next_plan_and_no_bit(
         assert report.costs_from == report.hardware["name"] == "measured"
         assert [r["planned_ms"] for r in report.nodes] == [2000.0 * (name in r["name"]) for r in report.nodes]
     assert plans[1] != plans[2]
+    with overlapped.profile():
+        pass  # which measures nothing
+    assert not overlapped._planner.has_news(overlapped._planner.latest())
     if schedule == "policy":
         assert policy.seen[-1].hardware.name == "measured"
         assert all(isinstance(cost, NodeCost) for cost in policy.seen[-1].values())
