@@ -227,8 +227,8 @@ def test_ranks_that_measure_other_times_make_the_same_plans(found: list) -> None
     one, two = (each["other_measurements"] for each in found)
     assert one["plans"] == two["plans"]
     assert one["right"] == two["right"] == [True] * 4
-    # The slowest compute, the transfer alone, and the largest of the rest.
-    assert one["costs"] == two["costs"] == ({"compute": 3000.0, "comm": 125.0}, "measured", 1e-5, 0.5)
+    # The longest of each, from whichever rank.
+    assert one["costs"] == two["costs"] == ({"compute": 3000.0, "comm": 4000.0}, "measured", 1e-5, 0.5)
     # Each by itself would have planned otherwise, so that it could not have gone well by chance.
     assert one["alone"] != two["alone"]
 
