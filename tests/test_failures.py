@@ -145,8 +145,9 @@ def test_error_names_node_phase_and_microbatch(name: str, phase: str, group: dis
     assert train_both(overlapped, lambda step: batches(3, seed=step)) == []
 
 
-def test_no_collective_is_left_in_flight(group: dist.ProcessGroup) -> None:
-    overlapped = tripping(group)
+@pytest.mark.parametrize("ramp", ["none", "pair"])
+def test_no_collective_is_left_in_flight(group: dist.ProcessGroup, ramp: str) -> None:
+    overlapped = tripping(group, ramp=ramp)
     overlapped.step(batches(3))
     before = torch._C._distributed_c10d._get_work_registry_size()
     for calls in (1, 2, 3):

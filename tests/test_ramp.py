@@ -175,15 +175,15 @@ def random_order(chunks: Mapping[str, ChunkGraph], kind: str, choose: random.Ran
     return order
 
 
+def in_random_order(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
+    """Let the nodes of pairs come in random legal orders."""
+    choose = random.Random(seed)
+    monkeypatch.setattr(plan, "pair", lambda chunks, costs, config, kind: random_order(chunks, kind, choose))
+
+
 @pytest.fixture
 def random_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nodes of pairs come in random legal orders."""
-    choose = random.Random(0)
-
-    def pair(chunks: Mapping[str, ChunkGraph], costs: Any, config: Any, kind: str) -> Order:
-        return random_order(chunks, kind, choose)
-
-    monkeypatch.setattr(plan, "pair", pair)
+    in_random_order(monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(3))

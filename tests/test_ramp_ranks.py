@@ -76,6 +76,22 @@ def failing(rank: int) -> dict[str, Any]:
     return found
 
 
+def failing_hook(rank: int) -> dict[str, Any]:
+    """A hook fails on rank 1 at the first gradient of the embedding, behind the launches of a round but the last."""
+    overlapped = fxo.transform(toy("[*E]", dist.group.WORLD), PAIR)
+    is_right(overlapped, rank)
+    overlapped.zero_grad()
+
+    def hook(gradient: Tensor) -> None:
+        if rank:
+            raise ValueError("from a hook")
+
+    handle = overlapped.module.embed.weight.register_hook(hook)
+    found = attempt(overlapped, rank)
+    handle.remove()
+    return found | {"after": is_right(overlapped, rank)}
+
+
 EQUAL: tuple[Callable[[int], list[str]], ...] = (unequal_lengths, nothing_for_rank_1, reduced_in_hooks)
 FAILURES = [("F", 1, None), ("F", 2, 1), ("B", 2, 1), ("B", 3, None), ("B", 3, 0)]
 """Phase, the number of the microbatch from 1 on, and the rank that fails, None for both."""
@@ -89,7 +105,7 @@ def other_ramp(rank: int) -> str:
 
 def everything(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {each.__name__: reported(each, rank) for each in EQUAL}
-    return found | failing(rank) | {"other ramp": other_ramp(rank)}
+    return found | failing(rank) | {"hook": failing_hook(rank), "other ramp": other_ramp(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +130,14 @@ def test_failure_is_named_and_the_next_step_is_right(ranks: list[dict[str, Any]]
             assert f"(phase {phase}) of microbatch {calls - 1} failed" in found["text"]
         else:
             assert f"rank {odd} failed" in found["text"]
+
+
+def test_failure_behind_the_launches_of_a_round_is_named(ranks: list[dict[str, Any]]) -> None:
+    first, second = (each["hook"] for each in ranks)
+    assert "pre_process.W (phase W) of microbatch 0 failed: ValueError: from a hook" in second["text"]
+    assert first["text"].startswith("StepError: Node ") and "rank 1 failed" in first["text"]
+    for each in (first, second):
+        assert each["seconds"] < 10 and each["clean"] and each["after"] == []
 
 
 def test_ranks_with_other_ramps_are_told(ranks: list[dict[str, Any]]) -> None:

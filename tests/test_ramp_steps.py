@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from test_failures import arm, tripping
 from test_lifetimes import Made as Storages
 from test_lifetimes import owned, tensors, uncollected
+from test_ramp import in_random_order
 from torch import Tensor
 from toys import Made, RawModel, batches, eager_step, rows, same_bits, toy, train_both
 
@@ -88,7 +89,7 @@ def counting(model: Acting, place: str, x: Tensor) -> Tensor:
 ALLOWED = {
     "attention without dropout": lambda group: toy("[*E][*E]", group),
     "draws of one place": lambda group: Acting(group, dropping("embed")),
-    "draws behind the layers": lambda group: Acting(group, dropping("layer 1")),
+    "draws of two places behind the exchanges": lambda group: Acting(group, dropping("layer 1", "loss")),
     "a mean over the ranks": lambda group: Acting(group, reducing("loss")),
     "no exchange": lambda group: toy("*-", dropout=0.1),
 }
@@ -114,8 +115,14 @@ FORBIDDEN = {
 }
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("name", ALLOWED)
-def test_effects_between_two_exchanges_allow_a_pair(name: str, group: dist.ProcessGroup) -> None:
+def test_effects_between_two_exchanges_allow_a_pair(
+    name: str, seed: int | None, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order that is chosen, and in random ones that keep the effects in theirs."""
+    if seed is not None:
+        in_random_order(monkeypatch, seed)
     overlapped = fxo.transform(ALLOWED[name](group), PAIR)
     assert train_both(overlapped, lambda step: batches(3, seed=step), steps=2) == []
     assert kinds(overlapped, 3) == {"FF", "FB", "BB"}
