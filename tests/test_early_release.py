@@ -70,6 +70,20 @@ def test_no_more_is_alive_in_a_step(group: dist.ProcessGroup, pattern: str) -> N
     assert peaks[True] <= peaks[False]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "schedule", "has_effect"),
+    [("[*E]", "auto", True), ("[*E]", "megatron", True), ("[*E]", "sequential", False), ("*", "auto", False)],
+)
+def test_report_says_that_it_has_no_effect(
+    group: dist.ProcessGroup, pattern: str, schedule: str, has_effect: bool
+) -> None:
+    for early in (True, False):
+        config = fxo.OverlapConfig(schedule=schedule, early_release=early)
+        overlapped = fxo.transform(toy(pattern, group), config, example_inputs=batches(1)[0])
+        warned = [text for text in overlapped.report().warnings if text.startswith("early_release=True has no effect")]
+        assert len(warned) == (early and not has_effect)
+
+
 @pytest.mark.parametrize("schedule", ["auto", "megatron"])
 def test_same_bits(group: dist.ProcessGroup, schedule: str) -> None:
     config = fxo.OverlapConfig(schedule=schedule, early_release=True)

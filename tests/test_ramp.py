@@ -11,6 +11,7 @@ import copy
 import functools
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from torch import Tensor
 from toys import Made, batches, differences, eager_step, toy, train_both
 
 import fxoverlap as fxo
-from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import ChunkGraph, Lane, Phase, Plan, Slot, runs_forward
+from fxoverlap.errors import UnsupportedError, VerifyError
+from fxoverlap.ir import META, ChunkGraph, Lane, Phase, Plan, Slot, runs_forward
+from fxoverlap.passes.verify import verify
+from fxoverlap.pipeline import to_fused
 from fxoverlap.report.golden import arrivals
 from fxoverlap.schedule import build_pair, kind_of, plan, rounds_of
 from fxoverlap.schedule.pairs import edges_between, labels_of
@@ -128,6 +131,29 @@ def test_policy_is_asked_for_the_kinds_that_it_knows(group: dist.ProcessGroup) -
     assert asked == ["FB"]
     built_in = build_pair("FF", chunk(group, "[*E]"), chunk(group, "[*E]"), PAIR)
     assert [str(i) for i in overlapped.plan("FF").order] == [str(i) for i in built_in.order]
+
+
+@pytest.mark.parametrize("kind", ["FF", "BB"])
+def test_verify_tells_the_two_microbatches_apart(group: dist.ProcessGroup, kind: str) -> None:
+    fused = to_fused(build_pair(kind, chunk(group), chunk(group), PAIR), PAIR, [])
+    one, two = labels_of(kind)
+    calls = [node for node in fused.module.graph.nodes if node.op == "call_module"]
+    assert {node.name.split("_")[0] for node in calls} == {one.lower(), two.lower()}
+    ours, theirs = (
+        next(n for n in calls if n.meta[META].mb == mb and n.meta[META].node.slot is Slot.EXPERTS) for mb in (one, two)
+    )
+    mine, other = ours.args[0][0], theirs.args[0][0]
+    theirs.replace_input_with(other, mine)
+    with pytest.raises(VerifyError, match=f"wrong microbatch: .* runs for microbatch {two}, but reads .* of .* {one}"):
+        verify(fused, PAIR)
+    theirs.replace_input_with(mine, other)
+    verify(fused, PAIR)
+    ours.meta[META] = replace(ours.meta[META], mb=two)
+    with pytest.raises(VerifyError, match=f"doubled: {ours.meta[META].node.name} runs 2 times for microbatch {two}"):
+        verify(fused, PAIR)
+    ours.meta[META] = replace(ours.meta[META], mb="F" if kind == "FF" else "B")
+    with pytest.raises(VerifyError, match="wrong microbatch"):
+        verify(fused, PAIR)
 
 
 # --- what keeps its order -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from fxoverlap.report.measured import figures, node_times
 from fxoverlap.report.predicted import of_plan, of_step
 from fxoverlap.report.reasons import covered, in_step, reasons
 from fxoverlap.runtime import StepProfile
+from fxoverlap.schedule.policies import early_release_edges
 
 Row = dict[str, Any]
 
@@ -209,6 +210,11 @@ def make_report(
         warnings.append(f'ramp="pair" has no effect: {alone}.')
     elif config.ramp == "pair" and microbatches == 1:
         warnings.append('ramp="pair", but the last step had one microbatch, which has no partner; give it two or more.')
+    if config.early_release and not _releases_early(plan, config):
+        warnings.append(
+            "early_release=True has no effect: there is no layer whose pre_dispatch.B runs beside experts.F of another "
+            "microbatch, or the schedule is sequential or a policy of your own."
+        )
     exchanges = sum(node.lane is Lane.COMM for node in chunk.nodes)
     if exchanges == 0:
         warnings.append("No exchange was found in the model, so there is no communication to hide.")
@@ -238,6 +244,11 @@ def make_report(
         profiled_steps=len(profiled),
         **measured,
     )
+
+
+def _releases_early(plan: Plan, config: OverlapConfig) -> bool:
+    is_asked = config.schedule in ("auto", "megatron")
+    return is_asked and bool(early_release_edges(plan.chunks["F"], plan.chunks["B"]))
 
 
 def _row(node: Any, chunk: ChunkGraph, times: Mapping[str, tuple[float, float]], costs: CostTable) -> Row:
