@@ -25,7 +25,7 @@ KINDS = ("F", "FB", "B")
 
 
 def model() -> Any:
-    return toy("[*E]", dist.group.WORLD)
+    return toy("E", dist.group.WORLD)
 
 
 def golden(overlapped: fxo.OverlappedModel) -> str:
