@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.hardware import Hardware
-from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Slot
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Phase, Slot
 from fxoverlap.report.measured import Transfer, transfers
 from fxoverlap.runtime import NodeRun, StepProfile
 from fxoverlap.schedule.cost import default_costs
@@ -39,14 +39,16 @@ def structure_of(chunk: ChunkGraph) -> str:
     """A hash of the nodes, their lanes and groups, what they read from one another, and what must keep its order.
 
     It is equal for chunks that differ in lengths only. Groups are numbered by first appearance, because their names may
-    differ between ranks.
+    differ between ranks. What the backward reads from the forward is left out: no plan runs both of one microbatch, and
+    a length of zero may leave less to read.
     """
-    made_by = {value: node.name for node in chunk.nodes for value in node.writes}
+    made_by = {(value, node.phase is Phase.F): node.name for node in chunk.nodes for value in node.writes}
     groups = groups_of(chunk)
     number = {group: i for i, group in enumerate(dict.fromkeys(groups.values()))}
     lines = [f"{chunk.layers} layers"]
     for node in chunk.nodes:
-        sources = dict.fromkeys(made_by[value] for value in node.reads if value in made_by)
+        read = [(value, node.phase is Phase.F) for value in node.reads]
+        sources = dict.fromkeys(made_by[value] for value in read if value in made_by)
         group = f" group {number[groups[node.name]]}" if node.name in groups else ""
         lines.append(f"{node.name} {node.lane.value}{group}: {' '.join(sources)}")
     lines += [f"{earlier} before {later}" for earlier, later in chunk.effects]
