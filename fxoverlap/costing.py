@@ -24,7 +24,7 @@ from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Phase, Slot
 from fxoverlap.report.measured import Transfer, transfers
 from fxoverlap.runtime import NodeRun, StepProfile
 from fxoverlap.schedule.cost import default_costs
-from fxoverlap.schedule.intervals import length
+from fxoverlap.schedule.intervals import common
 from fxoverlap.schedule.pairs import edges_between
 from fxoverlap.schedule.simulate import groups_of
 
@@ -68,9 +68,8 @@ class Measured:
     Attributes:
         seconds: by structure, then by name of the node.
         node_s: from the end of one node to the beginning of the next; None in steps of one node.
-        comm_share: the processor time of the process outside the step's thread, as a share of the time in which
-            exchanges are in flight; None without exchanges, and where torch computes with several threads, whose time
-            cannot be told from that.
+        comm_share: what compute nodes take on the wall clock without the processor, as a share of the time in which
+            they run while exchanges are in flight; None if none does.
     """
 
     seconds: Mapping[str, Mapping[str, float]]
@@ -123,10 +122,15 @@ def _exchange_times(exchanges: Sequence[Transfer]) -> Iterator[tuple[NodeRun, fl
 
 
 def _comm_share(step: StepProfile) -> float | None:
-    in_flight = length((each.launched, each.end) for each in transfers(step))
-    if not in_flight or step.threads > 1:
-        return None
-    return min(max((step.process - step.thread) / in_flight, 0.0), 1.0)
+    spans, without_processor = [], 0
+    for run in step.runs:
+        if run.instance.node.lane is not Lane.COMM:
+            begin = max((wait.end for wait in run.waits), default=run.begin)
+            waited = sum(wait.end - wait.begin for wait in run.waits)
+            spans.append((begin, run.end))
+            without_processor += max(0, run.end - run.begin - waited - run.processor)
+    beside = common(spans, ((each.launched, each.end) for each in transfers(step)))
+    return min(without_processor / beside, 1.0) if beside else None
 
 
 def reduced(tables: Sequence[CostTable], chunk: ChunkGraph) -> CostTable:

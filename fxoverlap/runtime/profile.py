@@ -3,8 +3,8 @@
 A `Recorder` watches one step; what it has seen is a `StepProfile`. Launches and waits of node modules go through
 `launch` and `wait` here, and are recorded inside `recorded`.
 
-All times are nanoseconds of `time.perf_counter_ns`, but for processor times, which are nanoseconds that a thread or the
-process has run. A launch is *in flight* from its call until its data has arrived,
+All times are nanoseconds of `time.perf_counter_ns`, but for processor times, which are nanoseconds that a thread has
+run. A launch is *in flight* from its call until its data has arrived,
 which a thread of the process group notes for all-to-alls. The thread may have to wait for the interpreter, so the end
 of the wait counts if it comes first. Other collectives are in flight until the end of their wait.
 """
@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from time import perf_counter_ns, process_time_ns, thread_time_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 import torch
@@ -107,17 +107,12 @@ class StepProfile:
         begin, end: of the step; captures and the agreement of the ranks come before.
         runs: every node instance, in the order in which they ran.
         structures: what is the same for chunk graphs of any lengths, one a microbatch.
-        process, thread: processor time of the whole process and of the step's thread.
-        threads: with how many threads torch computed.
     """
 
     begin: int
     end: int
     runs: tuple[NodeRun, ...]
     structures: tuple[str, ...] = ()
-    process: int = 0
-    thread: int = 0
-    threads: int = 1
 
 
 class Recorder:
@@ -125,7 +120,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self._begin = perf_counter_ns()
-        self._process, self._thread = process_time_ns(), thread_time_ns()
         self._program = -1
         self._runs: list[NodeRun] = []
         self._flying: dict[int, Flight] = {}  # by storage of the result, which is alive until the wait
@@ -184,15 +178,14 @@ class Recorder:
             plans: what ran, one a program.
             structures: as in `StepProfile`.
         """
-        process, thread, end = process_time_ns() - self._process, thread_time_ns() - self._thread, perf_counter_ns()
+        end = perf_counter_ns()
         for flight in self._flying.values():
             flight.end = end if flight.seen is None else flight.seen  # nothing waits for it
         for run in self._runs:
             chunk = plans[run.program].chunks[run.instance.mb]
             cost = chunk.costs.get(run.instance.node.name)
             run.flops = cost.flops if cost is not None else 0
-        threads = torch.get_num_threads()
-        return StepProfile(self._begin, end, tuple(self._runs), tuple(structures), process, thread, threads)
+        return StepProfile(self._begin, end, tuple(self._runs), tuple(structures))
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("fxoverlap_recorder", default=None)

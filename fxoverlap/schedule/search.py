@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from fxoverlap.ir import Phase, Slot
 from fxoverlap.schedule.cost import Hardware
+from fxoverlap.schedule.simulate import slowed
 from fxoverlap.schedule.tasks import Task, tails
 
 _EFFORT = 12_000
@@ -77,7 +78,6 @@ class _Partial:
     Attributes:
         taken: segments issued, by queue.
         host, compute: when each can take the next task.
-        owed: time that exchanges have still to take from the compute lane.
         groups: when each process group is done, by number.
         flying: (task, arrival) of exchanges that nothing has waited for.
         compute_left, groups_left: seconds of work that is not issued yet, by lane.
@@ -89,7 +89,6 @@ class _Partial:
     taken: tuple[int, ...]
     host: float
     compute: float
-    owed: float
     groups: tuple[float, ...]
     flying: tuple[tuple[int, float], ...]
     compute_left: float
@@ -124,7 +123,7 @@ def _keep(cell: list[_Partial], new: _Partial) -> None:
 
 
 def _dominates(one: _Partial, other: _Partial) -> bool:
-    if one.compute > other.compute or one.host > other.host or one.compute + one.owed > other.compute + other.owed:
+    if one.compute > other.compute or one.host > other.host:
         return False
     if any(a > b for a, b in zip(one.groups, other.groups, strict=True)):
         return False
@@ -156,7 +155,7 @@ class _Grid:
             if group is not None:
                 left[group] += task.seconds
         nothing = (0,) * len(self._queues)
-        return _Partial(nothing, 0.0, 0.0, 0.0, (0.0,) * groups, (), compute, tuple(left), (0.0, 0.0, 0), None, None)
+        return _Partial(nothing, 0.0, 0.0, (0.0,) * groups, (), compute, tuple(left), (0.0, 0.0, 0), None, None)
 
     def followers(self, partial: _Partial) -> Iterator[_Partial]:
         """The partial orders with one segment more."""
@@ -168,15 +167,14 @@ class _Grid:
                     yield self._issue(partial, segment)
 
     def _on_compute(self, task: Task) -> float:
-        """Time that a task takes from the compute lane."""
-        hardware = self._hardware
-        own = task.seconds if task.group is None else task.seconds * hardware.comm_share
-        return own if hardware.host_runs_ahead else own + hardware.node_s
+        """Time that a task takes from the compute lane by itself."""
+        own = task.seconds if task.group is None else 0.0
+        return own if self._hardware.host_runs_ahead else own + self._hardware.node_s
 
     def _issue(self, partial: _Partial, segment: _Segment) -> _Partial:
         """What `simulate.Machine` does for the tasks of a segment, on clocks that many partial orders share."""
         hardware, ahead = self._hardware, self._hardware.host_runs_ahead
-        host, compute, owed, flying = partial.host, partial.compute, partial.owed, partial.flying
+        host, compute, flying = partial.host, partial.compute, partial.flying
         groups, groups_left = list(partial.groups), list(partial.groups_left)
         compute_left = partial.compute_left
         for number in segment.tasks:
@@ -189,14 +187,13 @@ class _Grid:
                 compute = host = compute + hardware.node_s
             if group is None:
                 begin = max(host, compute, ready)
-                compute, owed = begin + task.seconds + max(0.0, owed - (begin - compute)), 0.0
+                compute = begin + slowed(task.seconds, max(groups, default=0.0) - begin, hardware.comm_share)
                 flying = tuple(each for each in flying if each[0] not in waits) if waits else flying
             else:
                 # What it sends was made by the compute node before it.
                 begin = max(host, groups[group], compute, ready)
                 groups[group] = begin + task.seconds
                 groups_left[group] -= task.seconds
-                owed += task.seconds * hardware.comm_share
                 flying = (*flying, (number, groups[group]))
         position = segment.queue
         taken = (*partial.taken[:position], partial.taken[position] + 1, *partial.taken[position + 1 :])
@@ -204,7 +201,6 @@ class _Grid:
             taken,
             host,
             compute,
-            owed,
             tuple(groups),
             flying,
             compute_left,
@@ -218,7 +214,12 @@ class _Grid:
 
     def _bound(self, partial: _Partial) -> tuple[float, float, int]:
         """`_Partial.bound`."""
-        compute = partial.compute + partial.owed + partial.compute_left
+        running = [
+            max(0.0, free - partial.compute) + left
+            for free, left in zip(partial.groups, partial.groups_left, strict=True)
+        ]
+        slower = self._hardware.comm_share * max(running, default=0.0)
+        compute = partial.compute + partial.compute_left + slower
         longest, lead = compute, float("inf")
         for number, queue in enumerate(self._queues):
             if partial.taken[number] == len(queue):

@@ -8,8 +8,7 @@ The machine:
   ahead (a CPU) it is the compute lane itself: it issues an instance when it is done with those before;
 - the compute lane runs its instances in the order of issue, each when its inputs are there;
 - exchanges of one process group run in the order of their launches, one at a time, each when what it sends is there;
-- an exchange also takes `comm_share` of its time from the compute lane: the node that runs next, or that waits for it
-  in the meantime, takes so much longer;
+- while exchanges run, the compute lane is slower: `comm_share` of it is theirs;
 - a node that reads token counts blocks the host until they have come.
 
 Ranks are taken to run alike. Memory is counted in the order of issue: a buffer is alive from the instance that makes
@@ -77,14 +76,12 @@ class Machine:
     Attributes:
         hardware: what it is.
         host, compute: when each can take the next instance.
-        owed: time that exchanges have still to take from the compute lane.
         groups: when each process group is done with what was launched on it.
     """
 
     hardware: Hardware
     host: float = 0.0
     compute: float = 0.0
-    owed: float = 0.0
     groups: dict[str, float] = field(default_factory=dict)
 
     def run(self, seconds: float, ready: float, counts: float | None) -> tuple[float, float, float]:
@@ -97,8 +94,8 @@ class Machine:
         """
         issued = self._issue(counts)
         begin = max(issued, self.compute, ready)
-        owed = max(0.0, self.owed - (begin - self.compute))
-        self.compute, self.owed = begin + seconds + owed, 0.0
+        beside = max(self.groups.values(), default=0.0) - begin
+        self.compute = begin + slowed(seconds, beside, self.hardware.comm_share)
         return issued, begin, self.compute
 
     def launch(self, seconds: float, ready: float, group: str) -> tuple[float, float, float]:
@@ -106,7 +103,6 @@ class Machine:
         issued = self._issue(None)
         begin = max(issued, ready, self.groups.get(group, 0.0))
         self.groups[group] = begin + seconds
-        self.owed += seconds * self.hardware.comm_share
         return issued, begin, self.groups[group]
 
     def _issue(self, counts: float | None) -> float:
@@ -116,6 +112,14 @@ class Machine:
             return self.host
         self.host = max(self.host, counts or 0.0) + self.hardware.node_s
         return self.host
+
+
+def slowed(seconds: float, beside: float, share: float) -> float:
+    """How long a compute node takes that takes `seconds` by itself, if exchanges run for `beside` seconds from its
+    begin on and have a share of the lane."""
+    if beside <= 0.0:
+        return seconds
+    return min(seconds / (1 - share), seconds + share * beside) if share < 1 else seconds + beside
 
 
 def simulate(rounds: Sequence[Round]) -> Simulation:

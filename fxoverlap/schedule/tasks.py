@@ -74,18 +74,23 @@ def nodes_of(mb: str, chunk: ChunkGraph) -> list[ScheduleNode]:
 def lower_bound(tasks: Sequence[Task], hardware: Hardware) -> float:
     """Seconds that no order of the tasks can undercut.
 
-    The longest of: the work of the compute lane; for each process group the earliest that one of its exchanges can
-    begin, their time, and the least that must follow one of them; and the longest chain of tasks that need each other.
+    The longest of: the work of the compute lane, with the share of it that the busiest process group's exchanges take;
+    for each group the earliest that one of its exchanges can begin, their time, and the least that must follow one of
+    them; and the longest chain of tasks that need each other. The first holds because where an exchange runs without
+    compute beside it, which saves its share, the whole exchange is lost.
     """
     head = heads(tasks, hardware)
     tail = tails(tasks)
-    compute = sum(t.seconds if t.group is None else t.seconds * hardware.comm_share for t in tasks)
+    times: dict[str | None, float] = {None: 0.0}
+    for task in tasks:
+        times[task.group] = times.get(task.group, 0.0) + task.seconds
+    compute = times.pop(None) + hardware.comm_share * max(times.values(), default=0.0)
     if not hardware.host_runs_ahead:
         compute += hardware.node_s * len(tasks)
     bounds = [compute, *(h + t.seconds + after for h, t, after in zip(head, tasks, tail, strict=True))]
-    for group in {t.group for t in tasks} - {None}:
+    for group, busy in times.items():
         own = [i for i, t in enumerate(tasks) if t.group == group]
-        bounds.append(min(head[i] for i in own) + sum(tasks[i].seconds for i in own) + min(tail[i] for i in own))
+        bounds.append(min(head[i] for i in own) + busy + min(tail[i] for i in own))
     return max(bounds, default=0.0)
 
 
