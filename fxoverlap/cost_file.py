@@ -100,7 +100,7 @@ def _verdict(path: str, name: str, value: Any, kind: type) -> tuple[bool, str, s
     if name in ("efficiency", "comm_share"):
         fits = _is_number(value) and (0 < value <= 1 or (name == "comm_share" and value == 0))
         return fits, path, subject, value, "a share, from 0 to 1" + (", but not 0" if name == "efficiency" else "")
-    if name in ("latency_s", "node_s"):
+    if name in ("latency_s", "node_s", "launch_s"):
         return _is_number(value) and value >= 0, path, subject, value, "a number of seconds from 0 on"
     return _is_number(value) and value > 0, path, subject, value, "a number above 0"
 

@@ -68,12 +68,14 @@ class Measured:
     Attributes:
         seconds: by structure, then by name of the node.
         node_s: from the end of one node to the beginning of the next; None in steps of one node.
+        launch_s: from the beginning of an exchange's node to its end, the mean; None without exchanges.
         comm_share: what compute nodes take on the wall clock without the processor, as a share of the time in which
             they run while exchanges are in flight; None if none does.
     """
 
     seconds: Mapping[str, Mapping[str, float]]
     node_s: float | None
+    launch_s: float | None
     comm_share: float | None
 
     @staticmethod
@@ -89,10 +91,12 @@ class Measured:
                 of_structure = times.setdefault(step.structures[run.microbatch], {})
                 of_structure.setdefault(run.instance.node.name, []).append(took)
         gaps = [after.begin - before.end for step in steps for before, after in pairwise(step.runs)]
+        launches = [run.end - run.begin for step in steps for run in step.runs if run.instance.node.lane is Lane.COMM]
         shares = [share for share in map(_comm_share, steps) if share is not None]
         return Measured(
             {key: {name: statistics.median(each) / 1e9 for name, each in by.items()} for key, by in times.items()},
             statistics.median(gaps) / 1e9 if gaps else None,
+            statistics.mean(launches) / 1e9 if launches else None,
             statistics.median(shares) if shares else None,
         )
 
@@ -107,6 +111,7 @@ class Measured:
             table.hardware,
             name=MEASURED,
             node_s=table.hardware.node_s if self.node_s is None else self.node_s,
+            launch_s=table.hardware.launch_s if self.launch_s is None else self.launch_s,
             comm_share=table.hardware.comm_share if self.comm_share is None else self.comm_share,
         )
         return CostTable(nodes, hardware, MEASURED, known)
@@ -153,8 +158,13 @@ def _reduced_hardware(machines: Sequence[Hardware]) -> Hardware:
     """What was measured before what was not; of that the largest shares and times of the host."""
     having = [each for each in machines if each.name == MEASURED] or machines
     # Ranks with other presets are refused by nobody, so which of them it is must not depend on their order.
-    base = max(having, key=lambda each: astuple(replace(each, node_s=0.0, comm_share=0.0)))
-    return replace(base, node_s=max(h.node_s for h in having), comm_share=max(h.comm_share for h in having))
+    base = max(having, key=lambda each: astuple(replace(each, node_s=0.0, launch_s=0.0, comm_share=0.0)))
+    return replace(
+        base,
+        node_s=max(each.node_s for each in having),
+        launch_s=max(each.launch_s for each in having),
+        comm_share=max(each.comm_share for each in having),
+    )
 
 
 class Costs:

@@ -39,6 +39,7 @@ class Hardware:
         latency_s: from the launch of an exchange to the arrival of its first byte.
         efficiency: share of these figures that real kernels and links reach.
         node_s: what the host needs to issue one node.
+        launch_s: what it needs beyond that to launch an exchange, which is under way meanwhile.
         host_runs_ahead: whether nodes are queued, as on streams of a GPU; else the host is the compute lane.
         comm_share: share of an exchange's time for which it also takes the compute lane: the processor time of the
             thread that communicates, or the multiprocessors that its kernels occupy.
@@ -53,8 +54,13 @@ class Hardware:
     latency_s: float
     efficiency: float
     node_s: float
+    launch_s: float
     host_runs_ahead: bool
     comm_share: float
+
+    def issue_s(self, is_exchange: bool) -> float:
+        """What the host needs in all to issue one node."""
+        return self.node_s + (self.launch_s if is_exchange else 0.0)
 
 
 _EFFICIENCY = 0.55
@@ -62,12 +68,12 @@ _EFFICIENCY = 0.55
 PRESETS: Mapping[str, Hardware] = {
     each.name: each
     for each in (
-        Hardware("cpu", 6e10, 1e10, 1.25e8, 1, 1.25e8, 2e-4, 1.0, 5e-5, False, 0.1),
-        Hardware("a100", 312e12, 2.039e12, 300e9, 8, 25e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
-        Hardware("h100", 989e12, 3.35e12, 450e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
-        Hardware("h200", 989e12, 4.8e12, 450e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
-        Hardware("b200", 2250e12, 8e12, 900e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
-        Hardware("gb200", 2500e12, 8e12, 900e9, 72, 50e9, 1e-5, _EFFICIENCY, 1e-5, True, 0.1),
+        Hardware("cpu", 6e10, 1e10, 1.25e8, 1, 1.25e8, 2e-4, 1.0, 5e-5, 5e-4, False, 0.1),
+        Hardware("a100", 312e12, 2.039e12, 300e9, 8, 25e9, 1e-5, _EFFICIENCY, 1e-5, 1e-5, True, 0.1),
+        Hardware("h100", 989e12, 3.35e12, 450e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, 1e-5, True, 0.1),
+        Hardware("h200", 989e12, 4.8e12, 450e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, 1e-5, True, 0.1),
+        Hardware("b200", 2250e12, 8e12, 900e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, 1e-5, True, 0.1),
+        Hardware("gb200", 2500e12, 8e12, 900e9, 72, 50e9, 1e-5, _EFFICIENCY, 1e-5, 1e-5, True, 0.1),
     )
 }
 """Machines by name."""

@@ -55,7 +55,7 @@ def measuring(compute: float, comm: float, node_s: float, comm_share: float) -> 
     def of(steps: list) -> Measured:
         nodes = {run.instance.node for step in steps for run in step.runs}
         times = {node.name: comm if node.lane is Lane.COMM else compute for node in nodes}
-        return Measured({steps[0].structures[0]: times}, node_s, comm_share)
+        return Measured({steps[0].structures[0]: times}, node_s, 0.0, comm_share)
 
     return mock.patch.object(Measured, "of", of)
 

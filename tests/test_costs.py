@@ -249,7 +249,7 @@ def test_share_of_communication(more: dict[str, int], share: float | None) -> No
 
 def test_what_was_not_measured_keeps_its_roofline() -> None:
     table = default_costs(synthetic("E"), fxo.OverlapConfig())
-    measured = Measured({"a": {"L0.experts.F": 7.0, "gone.F": 1.0}}, None, 0.5)
+    measured = Measured({"a": {"L0.experts.F": 7.0, "gone.F": 1.0}}, None, None, 0.5)
     found = measured.over(table, "a")
     assert found["L0.experts.F"].seconds == 7.0 and found.known == {"L0.experts.F"}
     assert {k: v for k, v in found.items() if k not in found.known} == {
@@ -290,7 +290,7 @@ def slow(name: str) -> Callable[..., Measured]:
 
     def of(steps: list[StepProfile]) -> Measured:
         nodes = {run.instance.node.name for step in steps for run in step.runs}
-        return Measured({steps[0].structures[0]: {each: 2.0 * (name in each) for each in nodes}}, 0.0, 0.0)
+        return Measured({steps[0].structures[0]: {each: 2.0 * (name in each) for each in nodes}}, 0.0, 0.0, 0.0)
 
     return of
 

@@ -22,10 +22,10 @@ from fxoverlap.schedule.cost import PRESETS, Hardware
 from fxoverlap.schedule.simulate import Simulation, simulate_plan
 from fxoverlap.schedule.tasks import lower_bound, tasks_of
 
-CPU = replace(PRESETS["cpu"], node_s=0.0, comm_share=0.0)
+CPU = replace(PRESETS["cpu"], node_s=0.0, launch_s=0.0, comm_share=0.0)
 MACHINES = {
     "cpu": CPU,
-    "cpu that communicates itself": replace(CPU, node_s=2e-5, comm_share=0.15),
+    "cpu that communicates itself": replace(CPU, node_s=2e-5, launch_s=1e-4, comm_share=0.15),
     "gpu": replace(PRESETS["h100"], comm_share=0.0),
     "gpu that shares its processors": replace(PRESETS["h100"], comm_share=0.1),
 }

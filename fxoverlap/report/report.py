@@ -165,8 +165,8 @@ def _hardware_text(of: Row) -> str:
         f"{of['flops_per_s'] / 1e9:g} GFLOP/s, memory {of['memory_bytes_per_s'] / 1e9:g} GB/s, "
         f"{of['domain']} ranks in a domain at {of['fast_bytes_per_s'] / 1e9:g} GB/s, network "
         f"{of['network_bytes_per_s'] / 1e9:g} GB/s, latency {of['latency_s'] * 1e6:g} us, efficiency "
-        f"{of['efficiency']:g}, {of['node_s'] * 1e6:.3g} us a node, the host {host}, exchanges take "
-        f"{100 * of['comm_share']:.3g} % of their time from computing"
+        f"{of['efficiency']:g}, {of['node_s'] * 1e6:.3g} us a node, {of['launch_s'] * 1e6:.3g} us a launch, "
+        f"the host {host}, exchanges take {100 * of['comm_share']:.3g} % of the compute beside them"
     )
 
 

@@ -168,8 +168,9 @@ class _Grid:
 
     def _on_compute(self, task: Task) -> float:
         """Time that a task takes from the compute lane by itself."""
+        hardware = self._hardware
         own = task.seconds if task.group is None else 0.0
-        return own if self._hardware.host_runs_ahead else own + self._hardware.node_s
+        return own if hardware.host_runs_ahead else own + hardware.issue_s(task.group is not None)
 
     def _issue(self, partial: _Partial, segment: _Segment) -> _Partial:
         """What `simulate.Machine` does for the tasks of a segment, on clocks that many partial orders share."""
@@ -195,6 +196,10 @@ class _Grid:
                 groups[group] = begin + task.seconds
                 groups_left[group] -= task.seconds
                 flying = (*flying, (number, groups[group]))
+                if ahead:
+                    host += hardware.launch_s
+                else:
+                    compute += hardware.launch_s
         position = segment.queue
         taken = (*partial.taken[:position], partial.taken[position] + 1, *partial.taken[position + 1 :])
         following = _Partial(

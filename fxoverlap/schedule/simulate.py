@@ -4,7 +4,8 @@ In:  the rounds of a step, whose plans know what their nodes cost and on what ma
 Out: a `Simulation`: when each node instance runs, and the figures that follow.
 
 The machine:
-- the host issues the instances in plan order, one after the other, and needs `node_s` for each. Where it does not run
+- the host issues the instances in plan order, one after the other, and needs `node_s` for each, and behind an exchange
+  `launch_s`. Where it does not run
   ahead (a CPU) it is the compute lane itself: it issues an instance when it is done with those before;
 - the compute lane runs its instances in the order of issue, each when its inputs are there;
 - exchanges of one process group run in the order of their launches, one at a time, each when what it sends is there;
@@ -103,6 +104,13 @@ class Machine:
         issued = self._issue(None)
         begin = max(issued, ready, self.groups.get(group, 0.0))
         self.groups[group] = begin + seconds
+        # What the lane has been given before, and what runs beside this exchange.
+        given = max(0.0, self.compute - begin)
+        self.compute += slowed(given, seconds, self.hardware.comm_share) - given
+        if self.hardware.host_runs_ahead:
+            self.host += self.hardware.launch_s
+        else:
+            self.compute += self.hardware.launch_s
         return issued, begin, self.groups[group]
 
     def _issue(self, counts: float | None) -> float:

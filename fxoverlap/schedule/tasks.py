@@ -84,9 +84,12 @@ def lower_bound(tasks: Sequence[Task], hardware: Hardware) -> float:
     times: dict[str | None, float] = {None: 0.0}
     for task in tasks:
         times[task.group] = times.get(task.group, 0.0) + task.seconds
-    compute = times.pop(None) + hardware.comm_share * max(times.values(), default=0.0)
+    issuing = 0.0
     if not hardware.host_runs_ahead:
-        compute += hardware.node_s * len(tasks)
+        issuing = sum(hardware.issue_s(task.group is not None) for task in tasks)
+    # Exchanges do not slow down the issue of nodes.
+    slower = hardware.comm_share * max([0.0, *(busy - issuing for group, busy in times.items() if group is not None)])
+    compute = times.pop(None) + issuing + slower
     bounds = [compute, *(h + t.seconds + after for h, t, after in zip(head, tasks, tail, strict=True))]
     for group, busy in times.items():
         own = [i for i, t in enumerate(tasks) if t.group == group]
