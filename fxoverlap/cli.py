@@ -88,12 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     two = _add(benches, "two-hosts", _two_hosts, "two ranks joined by a slow link")
     two.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
     _add_sizes(two, repeats=5)
+    _add_model_sizes(two)
 
     sweep = _add(benches, "rates", _rates, "two ranks joined by links of several rates")
     several = ["250mbit", "500mbit", "1gbit", "2gbit", "4gbit"]
     sweep.add_argument("--rates", nargs="+", default=several, metavar="RATE", help="as tc writes them")
     sweep.add_argument("--plot", type=_file, nargs="+", default=[], metavar="PATH", help="files such as rates.svg")
     _add_sizes(sweep, repeats=3)
+    _add_model_sizes(sweep)
 
     one = _add(benches, "overhead", _overhead, "one rank, nothing to hide")
     one.add_argument("--hidden", type=_count, nargs="+", default=[256, 64], metavar="WIDTH", help="of the model")
@@ -126,6 +128,15 @@ def _add_sizes(parser: argparse.ArgumentParser, repeats: int) -> None:
     parser.add_argument("--microbatches", type=_count, default=8, help="in a step")
     parser.add_argument("--tokens", type=_count, default=512, help="in a microbatch")
     parser.add_argument("--repeats", type=_count, default=repeats, help="of each whole step")
+
+
+def _add_model_sizes(parser: argparse.ArgumentParser) -> None:
+    standard = Settings()
+    parser.add_argument("--hidden", dest="dim", type=_count, default=standard.dim, help="width of the model")
+    parser.add_argument("--experts", type=_count, default=standard.experts, help="of a layer, on both ranks")
+    parser.add_argument("--expert-dim", type=_count, default=standard.expert_dim, help="inner width of an expert")
+    parser.add_argument("--top-k", type=_count, default=standard.top_k, help="experts that a token goes to")
+    parser.add_argument("--vocab", type=_count, default=standard.vocab, help="size of the vocabulary")
 
 
 def _count(text: str) -> int:
@@ -186,7 +197,7 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _two_hosts(options: argparse.Namespace) -> dict[str, Any]:
-    figures = two_hosts.run(dataclasses.replace(_settings(options), rate=options.rate))
+    figures = two_hosts.run(_settings(options))
     print(two_hosts.text(figures))
     return figures
 
@@ -210,9 +221,6 @@ def _transform(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    return Settings(
-        pattern=options.pattern,
-        microbatches=options.microbatches,
-        tokens=options.tokens,
-        repeats=options.repeats,
-    )
+    """What a command that measures was told; sizes that it does not take are the standard configuration's."""
+    given = vars(options)
+    return Settings(**{each.name: given[each.name] for each in dataclasses.fields(Settings) if each.name in given})

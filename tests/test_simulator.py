@@ -14,7 +14,7 @@ from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, NodeCost, Phase,
 from fxoverlap.schedule.simulate import Machine, Simulation, peak_bytes, simulate, simulate_plan
 
 MS = 1e-3
-GPU = Hardware("a gpu", 1e12, 1e12, 1e9, 8, 1e9, 0.0, 1.0, 0.0, True, 0.0)
+GPU = Hardware("a gpu", 1e12, 1e12, 1e9, 8, 1e9, 0.0, 1.0, 0.0, 0.0, True, 0.0)
 CPU = replace(GPU, name="a cpu", host_runs_ahead=False)
 
 # Slot (and with it the lane), milliseconds, what it reads, what it writes.
@@ -94,8 +94,20 @@ def test_a_processor_computes_and_issues_in_turn() -> None:
 
 
 def test_communication_takes_its_share_of_the_compute_lane() -> None:
-    found = run(COMBINE, WEIGHT, hardware=replace(GPU, comm_share=0.2))
-    assert spans(found)[Slot.EXPERTS] == (0, 6)
+    """A fifth of the lane, for 10 ms: 4 ms of compute take 5, and 12 ms take 14."""
+    gpu = replace(GPU, comm_share=0.2)
+    assert spans(run(COMBINE, WEIGHT, hardware=gpu))[Slot.EXPERTS] == (0, 5)
+    assert spans(run(COMBINE, (Slot.EXPERTS, 12, (), ()), hardware=gpu))[Slot.EXPERTS] == (0, 14)
+    # Issued behind the compute that it slows down: what follows that begins later.
+    assert spans(run(WEIGHT, COMBINE, ROUTER, hardware=gpu))[Slot.PRE_DISPATCH] == (5, 6.25)
+
+
+@pytest.mark.parametrize("hardware", [GPU, CPU])
+def test_a_launch_takes_time_of_the_host(hardware: Hardware) -> None:
+    """The exchange is under way meanwhile; what is issued next begins later."""
+    found = spans(run(COMBINE, WEIGHT, hardware=replace(hardware, launch_s=0.5 * MS, node_s=0.25 * MS)))
+    assert found[Slot.COMBINE][0] == 0.25
+    assert found[Slot.EXPERTS][0] == 1.0
 
 
 def test_peak_is_that_of_a_hand_computed_example() -> None:

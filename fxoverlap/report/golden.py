@@ -1,7 +1,7 @@
 """A stable text of a chunk's schedule nodes and its plan, for snapshot tests.
 
 It holds no addresses, no symbol numbers and no op counts: nothing that moves with the torch version. A snapshot of it
-changes only when the model's structure, the config, or fxoverlap's decisions change.
+changes only when the model's structure, the config, or fxoverlap's decisions change; those of `"auto"` depend on costs.
 """
 
 from __future__ import annotations

@@ -15,22 +15,26 @@ smallest; of equal ones those with less left on the other lane.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fxoverlap.ir import Phase, Slot
 from fxoverlap.schedule.cost import Hardware
-from fxoverlap.schedule.simulate import slowed
+from fxoverlap.schedule.simulate import Machine
 from fxoverlap.schedule.tasks import Task, tails
 
-_EFFORT = 12_000
+_EFFORT = 6_000
 """Partial orders that are kept over all numbers of segments: wide beams for shallow models, narrow ones for deep."""
 
-_WIDTH = (24, 128)
+_WIDTH = (24, 64)
 """Least and most partial orders that are kept of each number of segments."""
 
 _DIGITS = 9
 """Times are compared in whole nanoseconds."""
+
+_NOTHING = 1e-12
+"""Seconds of work left where the sums of times in another order leave none."""
 
 _A_CELL = 3
 """Partial orders that are kept of those that have issued the same segments."""
@@ -73,29 +77,27 @@ class _Segment:
 
 @dataclass(slots=True)
 class _Partial:
-    """The beginning of an order, and the clocks of the machine behind it.
+    """The beginning of an order, and the machine behind it.
 
     Attributes:
         taken: segments issued, by queue.
-        host, compute: when each can take the next task.
-        groups: when each process group is done, by number.
+        machine: its lanes.
         flying: (task, arrival) of exchanges that nothing has waited for.
-        compute_left, groups_left: seconds of work that is not issued yet, by lane.
+        compute_left: seconds of work for the compute lane that is not issued yet.
+        groups_left: the same by process group.
         bound: no order that begins so takes less. Of equal ones the better has the smaller second number, what all
             lanes take; then the smaller third one, the W nodes left, which keep what the forward has saved.
         before, last: the order without its last segment, and that.
     """
 
     taken: tuple[int, ...]
-    host: float
-    compute: float
-    groups: tuple[float, ...]
+    machine: Machine
     flying: tuple[tuple[int, float], ...]
     compute_left: float
-    groups_left: tuple[float, ...]
-    bound: tuple[float, float, int]
-    before: _Partial | None
-    last: _Segment | None
+    groups_left: dict[str, float]
+    bound: tuple[float, float, int] = (0.0, 0.0, 0)
+    before: _Partial | None = None
+    last: _Segment | None = None
 
     def path(self) -> list[_Segment]:
         """The segments in order."""
@@ -123,12 +125,13 @@ def _keep(cell: list[_Partial], new: _Partial) -> None:
 
 
 def _dominates(one: _Partial, other: _Partial) -> bool:
-    if one.compute > other.compute or one.host > other.host:
+    mine, its = one.machine, other.machine
+    if mine.compute > its.compute or mine.host > its.host:
         return False
-    if any(a > b for a, b in zip(one.groups, other.groups, strict=True)):
+    if any(free > its.groups.get(group, 0.0) for group, free in mine.groups.items()):
         return False
     arrivals = dict(other.flying)
-    return all(end <= max(arrivals.get(task, 0.0), other.compute) for task, end in one.flying)
+    return all(end <= max(arrivals.get(task, 0.0), its.compute) for task, end in one.flying)
 
 
 class _Grid:
@@ -136,8 +139,6 @@ class _Grid:
 
     def __init__(self, tasks: Sequence[Task], hardware: Hardware) -> None:
         self._tasks, self._hardware = tasks, hardware
-        names = sorted({task.group for task in tasks if task.group is not None})
-        self._group = [None if task.group is None else names.index(task.group) for task in tasks]
         self._queues = _queues(tasks)
         firsts = [tasks[queue[0].tasks[0]].instance.node for queue in self._queues]
         self._weights = [q for q, node in enumerate(firsts) if node.phase is Phase.W]
@@ -146,16 +147,12 @@ class _Grid:
 
     def start(self) -> _Partial:
         """No task is issued."""
-        tasks = self._tasks
-        groups = max((g for g in self._group if g is not None), default=-1) + 1
-        left = [0.0] * groups
-        compute = 0.0
-        for task, group in zip(tasks, self._group, strict=True):
-            compute += self._on_compute(task)
-            if group is not None:
-                left[group] += task.seconds
-        nothing = (0,) * len(self._queues)
-        return _Partial(nothing, 0.0, 0.0, (0.0,) * groups, (), compute, tuple(left), (0.0, 0.0, 0), None, None)
+        left: dict[str, float] = {}
+        for task in self._tasks:
+            if task.group is not None:
+                left[task.group] = left.get(task.group, 0.0) + task.seconds
+        compute = sum(map(self._on_compute, self._tasks))
+        return _Partial((0,) * len(self._queues), Machine(self._hardware), (), compute, left)
 
     def followers(self, partial: _Partial) -> Iterator[_Partial]:
         """The partial orders with one segment more."""
@@ -173,73 +170,46 @@ class _Grid:
         return own if hardware.host_runs_ahead else own + hardware.issue_s(task.group is not None)
 
     def _issue(self, partial: _Partial, segment: _Segment) -> _Partial:
-        """What `simulate.Machine` does for the tasks of a segment, on clocks that many partial orders share."""
-        hardware, ahead = self._hardware, self._hardware.host_runs_ahead
-        host, compute, flying = partial.host, partial.compute, partial.flying
-        groups, groups_left = list(partial.groups), list(partial.groups_left)
-        compute_left = partial.compute_left
+        machine, flying = partial.machine.copy(), partial.flying
+        compute_left, groups_left = partial.compute_left, partial.groups_left
         for number in segment.tasks:
-            task, group, waits = self._tasks[number], self._group[number], self._waits[number]
-            ready = max([end for each, end in flying if each in waits], default=0.0) if waits and flying else 0.0
+            task, waits = self._tasks[number], self._waits[number]
             compute_left -= self._on_compute(task)
-            if ahead:
-                host = max(host, ready if task.counts else 0.0) + hardware.node_s
-            else:
-                compute = host = compute + hardware.node_s
-            if group is None:
-                begin = max(host, compute, ready)
-                compute = begin + slowed(task.seconds, max(groups, default=0.0) - begin, hardware.comm_share)
+            ready = max([end for each, end in flying if each in waits], default=0.0) if waits and flying else 0.0
+            if task.group is None:
+                machine.run(task.seconds, ready, ready if task.counts else None)
                 flying = tuple(each for each in flying if each[0] not in waits) if waits else flying
             else:
                 # What it sends was made by the compute node before it.
-                begin = max(host, groups[group], compute, ready)
-                groups[group] = begin + task.seconds
-                groups_left[group] -= task.seconds
-                flying = (*flying, (number, groups[group]))
-                if ahead:
-                    host += hardware.launch_s
-                else:
-                    compute += hardware.launch_s
-        position = segment.queue
-        taken = (*partial.taken[:position], partial.taken[position] + 1, *partial.taken[position + 1 :])
-        following = _Partial(
-            taken,
-            host,
-            compute,
-            tuple(groups),
-            flying,
-            compute_left,
-            tuple(groups_left),
-            (0.0, 0.0, 0),
-            partial,
-            segment,
-        )
+                _, _, end = machine.launch(task.seconds, max(ready, machine.compute), task.group)
+                flying = (*flying, (number, end))
+                groups_left = {**groups_left, task.group: groups_left[task.group] - task.seconds}
+        taken = list(partial.taken)
+        taken[segment.queue] += 1
+        following = _Partial(tuple(taken), machine, flying, compute_left, groups_left, before=partial, last=segment)
         following.bound = self._bound(following)
         return following
 
     def _bound(self, partial: _Partial) -> tuple[float, float, int]:
         """`_Partial.bound`."""
-        running = [
-            max(0.0, free - partial.compute) + left
-            for free, left in zip(partial.groups, partial.groups_left, strict=True)
-        ]
-        slower = self._hardware.comm_share * max(running, default=0.0)
-        compute = partial.compute + partial.compute_left + slower
-        longest, lead = compute, float("inf")
-        for number, queue in enumerate(self._queues):
-            if partial.taken[number] == len(queue):
+        machine, flying = partial.machine, partial.flying
+        lanes = [(machine.groups.get(group, 0.0), left) for group, left in partial.groups_left.items()]
+        running = max([max(0.0, free - machine.compute) + left for free, left in lanes], default=0.0)
+        compute = machine.compute + partial.compute_left + self._hardware.comm_share * running
+        longest, lead = compute, math.inf
+        for queue, taken in zip(self._queues, partial.taken, strict=True):
+            if taken == len(queue):
                 continue
-            segment = queue[partial.taken[number]]
-            begin = partial.compute
-            if partial.flying:
+            segment, begin = queue[taken], machine.compute
+            if flying:
                 waits = self._waits[segment.tasks[0]]
-                begin = max([begin, *(end for each, end in partial.flying if each in waits)])
+                begin = max([begin, *(end for each, end in flying if each in waits)])
             longest = max(longest, begin + segment.path)
             if segment.lead is not None:
                 lead = min(lead, begin + segment.lead)
         total = compute
-        for free, left in zip(partial.groups, partial.groups_left, strict=True):
-            if left > 1e-12:
+        for free, left in lanes:
+            if left > _NOTHING:
                 done = max(free, lead) + left
                 longest, total = max(longest, done), total + done
         weights_left = sum(len(self._queues[q]) - partial.taken[q] for q in self._weights)

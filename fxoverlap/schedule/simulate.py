@@ -85,6 +85,10 @@ class Machine:
     compute: float = 0.0
     groups: dict[str, float] = field(default_factory=dict)
 
+    def copy(self) -> Machine:
+        """The same state, which changes by itself."""
+        return Machine(self.hardware, self.host, self.compute, self.groups.copy())
+
     def run(self, seconds: float, ready: float, counts: float | None) -> tuple[float, float, float]:
         """(issued, begin, end) of a compute node.
 
