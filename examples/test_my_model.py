@@ -42,9 +42,9 @@ plan FB
   F:L0.pre_dispatch.F
                        > F:L0.counts.F
   B:post_process.B     | F:L0.counts.F
+  B:post_process.W     | F:L0.counts.F
   B:L0.post_combine.B  | F:L0.counts.F
                        > B:L0.combine.B
-  B:post_process.W     | F:L0.counts.F, B:L0.combine.B
   F:L0.permute.F       | B:L0.combine.B
                        > F:L0.dispatch.F
   B:L0.experts.B       | F:L0.dispatch.F

@@ -68,7 +68,7 @@ _EFFICIENCY = 0.55
 PRESETS: Mapping[str, Hardware] = {
     each.name: each
     for each in (
-        Hardware("cpu", 6e10, 1e10, 1.25e8, 1, 1.25e8, 2e-4, 1.0, 5e-5, 5e-4, False, 0.1),
+        Hardware("cpu", 6e10, 1e10, 1.25e8, 1, 1.25e8, 5e-4, 1.0, 5e-5, 1e-4, False, 0.1),
         Hardware("a100", 312e12, 2.039e12, 300e9, 8, 25e9, 1e-5, _EFFICIENCY, 1e-5, 1e-5, True, 0.1),
         Hardware("h100", 989e12, 3.35e12, 450e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, 1e-5, True, 0.1),
         Hardware("h200", 989e12, 4.8e12, 450e9, 8, 50e9, 1e-5, _EFFICIENCY, 1e-5, 1e-5, True, 0.1),

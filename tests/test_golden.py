@@ -82,23 +82,23 @@ plan FB
   F:L0.pre_dispatch.F
                        > F:L0.counts.F
   B:post_process.B     | F:L0.counts.F
-  B:L1.post_combine.B  | F:L0.counts.F
-                       > B:L1.combine.B
-  F:L0.permute.F       | B:L1.combine.B
+  B:post_process.W     | F:L0.counts.F
+  F:L0.permute.F
                        > F:L0.dispatch.F
-  B:post_process.W     | B:L1.combine.B, F:L0.dispatch.F
-  B:L1.experts.B       | F:L0.dispatch.F
-                       > B:L1.dispatch.B
-  B:L1.experts.W       | F:L0.dispatch.F, B:L1.dispatch.B
-  F:L0.experts.F       | B:L1.dispatch.B
+  B:L1.post_combine.B  | F:L0.dispatch.F
+                       > B:L1.combine.B
+  F:L0.experts.F       | B:L1.combine.B
                        > F:L0.combine.F
-  B:L1.pre_dispatch.B  | F:L0.combine.F
-  B:L1.pre_dispatch.W  | F:L0.combine.F
-  B:L0.post_combine.B  | F:L0.combine.F
-                       > B:L0.combine.B
-  F:L0.post_combine.F  | B:L0.combine.B
-  F:L1.pre_dispatch.F  | B:L0.combine.B
+  B:L1.experts.B       | F:L0.combine.F
+                       > B:L1.dispatch.B
+  B:L1.experts.W       | F:L0.combine.F, B:L1.dispatch.B
+  F:L0.post_combine.F  | B:L1.dispatch.B
+  F:L1.pre_dispatch.F  | B:L1.dispatch.B
                        > F:L1.counts.F
+  B:L1.pre_dispatch.B  | F:L1.counts.F
+  B:L1.pre_dispatch.W  | F:L1.counts.F
+  B:L0.post_combine.B  | F:L1.counts.F
+                       > B:L0.combine.B
   F:L1.permute.F       | B:L0.combine.B
                        > F:L1.dispatch.F
   B:L0.experts.B       | F:L1.dispatch.F
@@ -139,22 +139,22 @@ plan FB
   B:L2.post_combine.B
                        > B:L2.combine.B
   F:pre_process.F      | B:L2.combine.B
+  B:post_process.W     | B:L2.combine.B
   F:L0.pre_dispatch.F  | B:L2.combine.B
   F:L1.experts.F       | B:L2.combine.B
   F:L2.pre_dispatch.F  | B:L2.combine.B
                        > F:L2.counts.F
-  B:L2.experts.B       | F:L2.counts.F
-                       > B:L2.dispatch.B
-  B:post_process.W     | F:L2.counts.F, B:L2.dispatch.B
-  B:L2.experts.W       | F:L2.counts.F, B:L2.dispatch.B
-  F:L2.permute.F       | B:L2.dispatch.B
+  F:L2.permute.F       | B:L2.combine.B
                        > F:L2.dispatch.F
-  B:L2.pre_dispatch.B  | F:L2.dispatch.F
-  B:L2.pre_dispatch.W  | F:L2.dispatch.F
-  B:L1.experts.B       | F:L2.dispatch.F
-  B:L1.experts.W       | F:L2.dispatch.F
-  F:L2.experts.F
+  B:L2.experts.B       | F:L2.dispatch.F
+                       > B:L2.dispatch.B
+  B:L2.experts.W       | F:L2.dispatch.F, B:L2.dispatch.B
+  F:L2.experts.F       | B:L2.dispatch.B
                        > F:L2.combine.F
+  B:L2.pre_dispatch.B  | F:L2.combine.F
+  B:L2.pre_dispatch.W  | F:L2.combine.F
+  B:L1.experts.B       | F:L2.combine.F
+  B:L1.experts.W       | F:L2.combine.F
   B:L0.pre_dispatch.B  | F:L2.combine.F
   B:L0.pre_dispatch.W  | F:L2.combine.F
   B:pre_process.W      | F:L2.combine.F
@@ -182,21 +182,21 @@ plan FB
   F:L0.pre_dispatch.F
                        > F:L0.counts.F
   B:post_process.B     | F:L0.counts.F
+  B:post_process.W     | F:L0.counts.F
   B:L0.post_combine.B  | F:L0.counts.F
                        > B:L0.combine.B
-  B:post_process.W     | F:L0.counts.F, B:L0.combine.B
   B:L0.post_combine.W  | F:L0.counts.F, B:L0.combine.B
+  B:L0.shared.B        | F:L0.counts.F, B:L0.combine.B
+  B:L0.shared.W        | F:L0.counts.F, B:L0.combine.B
+  F:L0.shared.F        | F:L0.counts.F, B:L0.combine.B
   F:L0.permute.F       | B:L0.combine.B
                        > F:L0.dispatch.F
-  F:L0.shared.F        | B:L0.combine.B, F:L0.dispatch.F
   B:L0.experts.B       | F:L0.dispatch.F
                        > B:L0.dispatch.B
-  B:L0.shared.B        | F:L0.dispatch.F, B:L0.dispatch.B
+  B:L0.experts.W       | F:L0.dispatch.F, B:L0.dispatch.B
   F:L0.experts.F       | B:L0.dispatch.B
                        > F:L0.combine.F
   B:L0.pre_dispatch.B  | F:L0.combine.F
-  B:L0.shared.W        | F:L0.combine.F
-  B:L0.experts.W       | F:L0.combine.F
   B:L0.pre_dispatch.W  | F:L0.combine.F
   B:pre_process.W      | F:L0.combine.F
   F:L0.post_combine.F
@@ -247,6 +247,7 @@ F:L0.pre_dispatch.F  = pre_dispatch_F(F:pre_process.F)
   comm waits for 0
 F:L0.counts.F        = counts_F(F:L0.pre_dispatch.F)
 B:post_process.B     = post_process_B()
+B:post_process.W     = post_process_W(B:post_process.B)
 B:L0.post_combine.B  = post_combine_B(B:post_process.B)
   compute records 1
   comm waits for 1
@@ -255,7 +256,6 @@ F:L0.permute.F       = permute_F(F:L0.pre_dispatch.F, F:L0.counts.F)
   compute records 2
   comm waits for 2
 F:L0.dispatch.F      = combine_B(F:L0.permute.F)
-B:post_process.W     = post_process_W(B:post_process.B)
 B:L0.experts.B       = experts_B(B:L0.combine.B)
   compute records 3
   comm waits for 3

@@ -85,23 +85,23 @@ plan FB
   F:L0.pre_dispatch.F
                        > F:L0.counts.F
   B:post_process.B     | F:L0.counts.F
-  B:L1.post_combine.B  | F:L0.counts.F
-                       > B:L1.combine.B
-  B:post_process.W     | F:L0.counts.F, B:L1.combine.B
-  F:L0.permute.F       | B:L1.combine.B
+  B:post_process.W     | F:L0.counts.F
+  F:L0.permute.F
                        > F:L0.dispatch.F
-  B:L1.experts.B       | F:L0.dispatch.F
-                       > B:L1.dispatch.B
-  B:L1.experts.W       | F:L0.dispatch.F, B:L1.dispatch.B
-  F:L0.experts.F       | B:L1.dispatch.B
+  B:L1.post_combine.B  | F:L0.dispatch.F
+                       > B:L1.combine.B
+  F:L0.experts.F       | B:L1.combine.B
                        > F:L0.combine.F
-  B:L1.pre_dispatch.B  | F:L0.combine.F
-  B:L1.pre_dispatch.W  | F:L0.combine.F
-  B:L0.post_combine.B  | F:L0.combine.F
-                       > B:L0.combine.B
-  F:L0.post_combine.F  | B:L0.combine.B
-  F:L1.pre_dispatch.F  | B:L0.combine.B
+  B:L1.experts.B       | F:L0.combine.F
+                       > B:L1.dispatch.B
+  B:L1.experts.W       | F:L0.combine.F, B:L1.dispatch.B
+  F:L0.post_combine.F  | B:L1.dispatch.B
+  F:L1.pre_dispatch.F  | B:L1.dispatch.B
                        > F:L1.counts.F
+  B:L1.pre_dispatch.B  | F:L1.counts.F
+  B:L1.pre_dispatch.W  | F:L1.counts.F
+  B:L0.post_combine.B  | F:L1.counts.F
+                       > B:L0.combine.B
   F:L1.permute.F       | B:L0.combine.B
                        > F:L1.dispatch.F
   B:L0.experts.B       | F:L1.dispatch.F
@@ -153,43 +153,43 @@ plan FB
   F:pre_process.F      | B:L5.combine.B
   F:L0.pre_dispatch.F  | B:L5.combine.B
   F:L1.pre_dispatch.F  | B:L5.combine.B
-  B:L5.experts.B
-                       > B:L5.dispatch.B
-  F:L2.pre_dispatch.F  | B:L5.dispatch.B
-  F:L3.pre_dispatch.F  | B:L5.dispatch.B
-  F:L4.pre_dispatch.F  | B:L5.dispatch.B
+  F:L2.pre_dispatch.F  | B:L5.combine.B
+  F:L3.pre_dispatch.F  | B:L5.combine.B
+  F:L4.pre_dispatch.F  | B:L5.combine.B
                        > F:L4.counts.F
-  B:L5.pre_dispatch.B  | F:L4.counts.F
-  B:L4.post_combine.B  | F:L4.counts.F
-                       > B:L4.combine.B
-  B:post_process.W     | F:L4.counts.F, B:L4.combine.B
-  F:L4.permute.F       | B:L4.combine.B
+  B:post_process.W     | B:L5.combine.B, F:L4.counts.F
+  B:L5.experts.B       | F:L4.counts.F
+                       > B:L5.dispatch.B
+  B:L5.experts.W       | F:L4.counts.F, B:L5.dispatch.B
+  F:L4.permute.F       | B:L5.dispatch.B
                        > F:L4.dispatch.F
-  B:L5.experts.W       | B:L4.combine.B, F:L4.dispatch.F
-  B:L5.pre_dispatch.W  | B:L4.combine.B, F:L4.dispatch.F
-  B:L4.experts.B       | F:L4.dispatch.F
-                       > B:L4.dispatch.B
-  B:L4.experts.W       | F:L4.dispatch.F, B:L4.dispatch.B
-  F:L4.experts.F       | B:L4.dispatch.B
+  B:L5.pre_dispatch.B  | F:L4.dispatch.F
+  B:L5.pre_dispatch.W  | F:L4.dispatch.F
+  B:L4.post_combine.B  | F:L4.dispatch.F
+                       > B:L4.combine.B
+  F:L4.experts.F       | B:L4.combine.B
                        > F:L4.combine.F
-  B:L4.pre_dispatch.B  | F:L4.combine.F
-  B:L4.pre_dispatch.W  | F:L4.combine.F
-  B:L3.pre_dispatch.B  | F:L4.combine.F
-  B:L2.pre_dispatch.B  | F:L4.combine.F
-  F:L4.post_combine.F
-  F:L5.pre_dispatch.F
+  B:L4.experts.B       | F:L4.combine.F
+                       > B:L4.dispatch.B
+  B:L4.experts.W       | F:L4.combine.F, B:L4.dispatch.B
+  F:L4.post_combine.F  | B:L4.dispatch.B
+  F:L5.pre_dispatch.F  | B:L4.dispatch.B
                        > F:L5.counts.F
+  B:L4.pre_dispatch.B  | F:L5.counts.F
+  B:L4.pre_dispatch.W  | F:L5.counts.F
+  B:L3.pre_dispatch.B  | F:L5.counts.F
+  B:L3.pre_dispatch.W  | F:L5.counts.F
+  B:L2.pre_dispatch.B  | F:L5.counts.F
+  B:L2.pre_dispatch.W  | F:L5.counts.F
   B:L1.pre_dispatch.B  | F:L5.counts.F
   B:L0.pre_dispatch.B  | F:L5.counts.F
   F:L5.permute.F
                        > F:L5.dispatch.F
-  B:L3.pre_dispatch.W  | F:L5.dispatch.F
-  B:L2.pre_dispatch.W  | F:L5.dispatch.F
   B:L1.pre_dispatch.W  | F:L5.dispatch.F
+  B:L0.pre_dispatch.W  | F:L5.dispatch.F
+  B:pre_process.W      | F:L5.dispatch.F
   F:L5.experts.F
                        > F:L5.combine.F
-  B:L0.pre_dispatch.W  | F:L5.combine.F
-  B:pre_process.W      | F:L5.combine.F
   F:L5.post_combine.F
   F:post_process.F
 """,
