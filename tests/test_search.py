@@ -15,9 +15,9 @@ import pytest
 from synthetic import random_costs, synthetic
 
 import fxoverlap as fxo
-from fxoverlap.ir import ChunkGraph, CostTable, NodeCost, Phase, Plan, Slot
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Phase, Plan, Slot
 from fxoverlap.pipeline import to_fused
-from fxoverlap.schedule import build_plan
+from fxoverlap.schedule import build_plan, simulate, tasks
 from fxoverlap.schedule.cost import PRESETS, Hardware
 from fxoverlap.schedule.simulate import Simulation, simulate_plan
 from fxoverlap.schedule.tasks import lower_bound, tasks_of
@@ -85,6 +85,45 @@ def check_ranking(found: list[Case]) -> None:
         ratios = sorted(case.ratio[schedule] for case in found)
         print(f"{schedule:12} {statistics.median(ratios):.4f} {ratios[len(ratios) * 9 // 10]:.4f} {ratios[-1]:.4f}")
     assert statistics.median(case.ratio["auto"] for case in found) <= 1.02
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_order_undercuts_the_bound(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Any order, on any machine, with one process group or two: long issues and launches, all shares, empty nodes."""
+    rng, groups = random.Random(seed), {}
+    for module in (simulate, tasks):
+        monkeypatch.setattr(module, "groups_of", lambda chunk: {n.name: groups.get(n.slot, "a") for n in chunk.nodes})
+    for _ in range(40):
+        groups[Slot.COMBINE] = rng.choice("ab")
+        chunk = synthetic(rng.choice(("E", "EE", "EDE", "DD")), shared=rng.random() < 0.5)
+        hardware = replace(
+            CPU,
+            node_s=rng.choice((0.0, 1e-4, 1e-3)),
+            launch_s=rng.choice((0.0, 3e-3)),
+            comm_share=rng.choice((0.0, 0.1, 0.5, 1.0)),
+            host_runs_ahead=rng.random() < 0.5,
+        )
+        slow = rng.choice((1, 10))
+        seconds = random_costs(chunk, rng, alike=False)
+        nodes = {
+            n.name: NodeCost(seconds=seconds[n.name].seconds * (slow if n.lane is Lane.COMM else rng.choice((0, 1))))
+            for n in chunk.nodes
+        }
+        costs = CostTable(nodes, hardware, "test")
+        chunks = dict.fromkeys(rng.choice((("F",), ("B",), ("F", "B"), ("B0", "B1"))), chunk)
+        found = tasks_of(chunks, costs)
+        order = tuple(found[i].instance for i in any_order(found, rng))
+        least = lower_bound(found, hardware)
+        assert least <= simulate_plan(Plan("", chunks, order, costs)).makespan * (1 + 1e-9)
+
+
+def any_order(found: list[tasks.Task], rng: random.Random) -> list[int]:
+    """Positions of the tasks in a random order in which each follows what it needs."""
+    order: list[int] = []
+    while len(order) < len(found):
+        left = [i for i in range(len(found)) if i not in order and all(need in order for need in found[i].needs)]
+        order.append(rng.choice(left))
+    return order
 
 
 def test_ranking_and_bound_on_random_costs() -> None:

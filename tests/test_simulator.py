@@ -12,6 +12,7 @@ import pytest
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, NodeCost, Phase, Plan, Round, ScheduleNode, Slot
 from fxoverlap.schedule.simulate import Machine, Simulation, peak_bytes, simulate, simulate_plan
+from fxoverlap.schedule.tasks import lower_bound, tasks_of
 
 MS = 1e-3
 GPU = Hardware("a gpu", 1e12, 1e12, 1e9, 8, 1e9, 0.0, 1.0, 0.0, 0.0, True, 0.0)
@@ -108,6 +109,22 @@ def test_a_launch_takes_time_of_the_host(hardware: Hardware) -> None:
     found = spans(run(COMBINE, WEIGHT, hardware=replace(hardware, launch_s=0.5 * MS, node_s=0.25 * MS)))
     assert found[Slot.COMBINE][0] == 0.25
     assert found[Slot.EXPERTS][0] == 1.0
+
+
+def test_a_step_lasts_until_its_last_launch_and_slowed_node_are_done() -> None:
+    """Nothing is issued behind them whose begin would tell."""
+    assert run(ROUTER, COUNTS, hardware=replace(CPU, launch_s=3 * MS)).makespan == pytest.approx(4 * MS)
+    # The counts take a fifth of the lane from 1 to 3 ms.
+    assert run(ROUTER, WEIGHT, COUNTS, hardware=replace(GPU, comm_share=0.2)).makespan == pytest.approx(5.4 * MS)
+
+
+def test_a_reader_is_issued_while_the_exchange_is_in_flight() -> None:
+    """So the bound counts no issue between the two."""
+    after: Row = (Slot.POST_COMBINE, 1, ("came",), ())
+    step = plan((Slot.PRE_DISPATCH, 1, ("x",), ("sent",)), COMBINE, after, hardware=replace(CPU, node_s=1 * MS))
+    least = lower_bound(tasks_of(step.chunks, step.costs), step.costs.hardware)
+    # Issue, compute, issue, exchange, compute.
+    assert simulate_plan(step).makespan == pytest.approx(14 * MS) == pytest.approx(least)
 
 
 def test_peak_is_that_of_a_hand_computed_example() -> None:

@@ -5,8 +5,8 @@ Out: a `Simulation`: when each node instance runs, and the figures that follow.
 
 The machine:
 - the host issues the instances in plan order, one after the other, and needs `node_s` for each, and behind an exchange
-  `launch_s`. Where it does not run
-  ahead (a CPU) it is the compute lane itself: it issues an instance when it is done with those before;
+  `launch_s`. Where it does not run ahead (a CPU) it is the compute lane itself: it issues an instance when it is done
+  with those before;
 - the compute lane runs its instances in the order of issue, each when its inputs are there;
 - exchanges of one process group run in the order of their launches, one at a time, each when what it sends is there;
 - while exchanges run, the compute lane is slower: `comm_share` of it is theirs;
@@ -152,7 +152,7 @@ def simulate(rounds: Sequence[Round]) -> Simulation:
                 times = machine.run(took, inputs, max(read, default=None))
             ready.update(((number, value), times[2]) for value in node.writes)
             slices.append(Slice(instance, number, *times))
-    return _simulation(slices, peak_bytes(rounds))
+    return _simulation(slices, machine.compute, peak_bytes(rounds))
 
 
 def simulate_plan(plan: Plan) -> Simulation:
@@ -205,12 +205,13 @@ def peak_bytes(rounds: Sequence[Round]) -> int:
     return peak
 
 
-def _simulation(slices: list[Slice], peak: int) -> Simulation:
+def _simulation(slices: list[Slice], computed: float, peak: int) -> Simulation:
     computing = _spans(slices, Lane.COMPUTE)
     flights = [(s.begin, s.end) for s in slices if _is_token_exchange(s.instance.node)]
     in_flight, both = length(flights), common(flights, computing)
     return Simulation(
-        makespan=max((s.end for s in slices), default=0.0),
+        # A last launch, and what an exchange takes from nodes issued before it, come behind the last node's end.
+        makespan=max([computed, *(s.end for s in slices)]),
         busy={lane: length(_spans(slices, lane)) for lane in (Lane.COMPUTE, Lane.COMM)},
         exposed=in_flight - both,
         overlap_pct=100 * both / in_flight if in_flight else None,

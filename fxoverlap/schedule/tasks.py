@@ -98,11 +98,16 @@ def lower_bound(tasks: Sequence[Task], hardware: Hardware) -> float:
 
 
 def heads(tasks: Sequence[Task], hardware: Hardware) -> list[float]:
-    """For each task, the earliest that it can begin: what it needs takes that long, one after the other."""
+    """For each task, the earliest that it can begin: what it needs takes that long, one after the other.
+
+    Where the host is the compute lane, it issues a task behind the compute that the task needs; an exchange may be in
+    flight meanwhile.
+    """
+    issue = 0.0 if hardware.host_runs_ahead else hardware.node_s
     head: list[float] = []
     for task in tasks:
-        ready = max((head[i] + tasks[i].seconds for i in task.needs), default=0.0)
-        head.append(ready + (0.0 if hardware.host_runs_ahead else hardware.node_s))
+        ends = [head[i] + tasks[i].seconds + (issue if tasks[i].group is None else 0.0) for i in task.needs]
+        head.append(max([issue, *ends]))
     return head
 
 
