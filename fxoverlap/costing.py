@@ -181,8 +181,9 @@ class Costs:
 
     @property
     def decide(self) -> bool:
-        """Whether the order of a plan depends on costs."""
-        return callable(self._config.schedule) or self._config.schedule == "auto"
+        """Whether the order of a plan depends on costs; pairs are searched unless nothing overlaps."""
+        schedule = self._config.schedule
+        return callable(schedule) or schedule == "auto" or (self._config.ramp == "pair" and schedule != "sequential")
 
     def add(self, structure: str, chunk: ChunkGraph) -> None:
         """Let a structure be known. Raises ConfigError if the user's table does not fit it."""

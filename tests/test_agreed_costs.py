@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import tempfile
@@ -210,12 +211,26 @@ def failures(rank: int) -> dict[str, Any]:
     return found
 
 
+def pairs(rank: int) -> dict[str, Any]:
+    """Pairs are searched under `megatron` too. Ranks of other lengths have other rooflines; then rank 0 measures."""
+    overlapped = fxo.transform(model(), fxo.OverlapConfig(schedule="megatron", ramp="pair"))
+    given = batches(4, rank, tokens=8 + 56 * rank)
+    errors = [error_of(overlapped, given)]
+    with measuring(5e-5, 4e-3, 1e-5, 0.25), overlapped.profile() if rank == 0 else contextlib.nullcontext():
+        errors += [error_of(overlapped, given)]
+    errors += [error_of(overlapped, given)]
+    if set(errors) != {"no error"}:
+        return {"errors": errors}
+    plans = "".join(str(overlapped.plan(kind)) for kind in ("FF", "FB", "BB"))
+    return {"right": is_right(overlapped, given), "plans": plans, "from": overlapped.report().costs_from}
+
+
 def everything(rank: int) -> dict[str, dict[str, Any]]:
     torch.manual_seed(0)
     return {each.__name__: each(rank) for each in SCENES}
 
 
-SCENES = (other_measurements, one_rank_measures, lengths_in_different_steps, hashes, failures)
+SCENES = (other_measurements, one_rank_measures, lengths_in_different_steps, hashes, failures, pairs)
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +246,11 @@ def test_ranks_that_measure_other_times_make_the_same_plans(found: list) -> None
     assert one["costs"] == two["costs"] == ({"compute": 3000.0, "comm": 4000.0}, "measured", 1e-5, 0.5)
     # Each by itself would have planned otherwise, so that it could not have gone well by chance.
     assert one["alone"] != two["alone"]
+
+
+def test_pairs_follow_agreed_costs_under_megatron_too(found: list) -> None:
+    one, two = (each["pairs"] for each in found)
+    assert one == two and one.get("right") is True and one["from"] == "measured"
 
 
 def test_profiling_on_one_rank_is_enough(found: list) -> None:
