@@ -15,10 +15,11 @@ import pytest
 from synthetic import random_costs, synthetic
 
 import fxoverlap as fxo
-from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Phase, Plan, Slot
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Phase, Plan, ScheduleNode, Slot
 from fxoverlap.pipeline import to_fused
 from fxoverlap.schedule import build_plan, simulate, tasks
 from fxoverlap.schedule.cost import PRESETS, Hardware
+from fxoverlap.schedule.search import search
 from fxoverlap.schedule.simulate import Simulation, simulate_plan
 from fxoverlap.schedule.tasks import lower_bound, tasks_of
 
@@ -124,6 +125,21 @@ def any_order(found: list[tasks.Task], rng: random.Random) -> list[int]:
         left = [i for i in range(len(found)) if i not in order and all(need in order for need in found[i].needs)]
         order.append(rng.choice(left))
     return order
+
+
+def test_launch_that_needs_a_branch_comes_behind_it() -> None:
+    """Not together with the node before it in its chain, which the branch needs."""
+    slots = (Slot.PRE_DISPATCH, Slot.SHARED, Slot.DISPATCH, Slot.EXPERTS)
+    lanes = (Lane.COMPUTE, Lane.COMPUTE, Lane.COMM, Lane.COMPUTE)
+    nodes = tuple(
+        ScheduleNode(0, slot, Phase.F, lane, (), (str(i),), (str(i + 1),))
+        for i, (slot, lane) in enumerate(zip(slots, lanes, strict=True))
+    )
+    chunk = ChunkGraph(None, nodes, layers=1)
+    found = tasks_of({"F0": chunk, "F1": chunk}, given(chunk, lambda *_: 1.0))
+    order = [found[i].instance for i in search(found, CPU)]
+    for mb in ("F0", "F1"):
+        assert [each.node for each in order if each.mb == mb] == list(nodes)
 
 
 def test_ranking_and_bound_on_random_costs() -> None:

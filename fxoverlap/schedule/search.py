@@ -5,7 +5,7 @@ Out: an order of them.
 
 An order is a merge of *queues*, each of which keeps its own order. For each microbatch there is the chain of its F, or
 its B and R, nodes, a queue of its W nodes, and one for the branches beside the chain (`shared`). In a chain an exchange
-is launched right behind the compute node before it; the two are one *segment*.
+is launched right behind the compute node before it, if it needs nothing else; the two are one *segment*.
 
 Merging two chains is a walk over a grid, and dynamic programming over its cells is exact as long as every cell keeps
 each combination of lane clocks that no other one dominates. The movable queues add dimensions, so the cells that are
@@ -58,7 +58,7 @@ def search(tasks: Sequence[Task], hardware: Hardware) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Tasks that are issued together: a compute node and the launches behind it.
+    """Tasks that are issued together: a compute node and the launches behind it, or one launch.
 
     Attributes:
         queue: number of its queue.
@@ -222,7 +222,8 @@ def _queues(tasks: Sequence[Task]) -> list[list[_Segment]]:
     members: dict[tuple[str, str], list[list[int]]] = {}
     for number, task in enumerate(tasks):
         queue = members.setdefault(_queue_of(task), [])
-        if task.group is not None and queue:
+        # What stands between the two in another queue may need the first.
+        if task.group is not None and queue and all(i <= queue[-1][0] or i in queue[-1] for i in task.needs):
             queue[-1].append(number)
         else:
             queue.append([number])
