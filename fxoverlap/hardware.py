@@ -41,8 +41,8 @@ class Hardware:
         node_s: what the host needs to issue one node.
         launch_s: what it needs beyond that to launch an exchange, which is under way meanwhile.
         host_runs_ahead: whether nodes are queued, as on streams of a GPU; else the host is the compute lane.
-        comm_share: share of an exchange's time for which it also takes the compute lane: the processor time of the
-            thread that communicates, or the multiprocessors that its kernels occupy.
+        comm_share: share of the compute lane that exchanges take for as long as any is in flight: the processor time of
+            the thread that communicates, or the multiprocessors that its kernels occupy.
     """
 
     name: str

@@ -75,6 +75,11 @@ def test_a_host_that_waits_for_counts_leaves_the_compute_lane_empty() -> None:
     assert issued == pytest.approx([12 * MS, 0])
 
 
+def test_counts_of_an_earlier_plan_are_there() -> None:
+    step = plan(ROUTER, COUNTS, PERMUTE)
+    assert simulate_plan(replace(step, order=step.order[2:])).makespan == pytest.approx(1 * MS)
+
+
 def test_overlap_is_time_with_both_over_time_with_communication() -> None:
     """As Holistic Trace Analysis defines it. The dispatch begins when its rows are there, though issued at once."""
     found = run(ROUTER, COUNTS, PERMUTE, DISPATCH, WEIGHT)

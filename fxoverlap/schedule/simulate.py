@@ -148,7 +148,7 @@ def simulate(rounds: Sequence[Round]) -> Simulation:
             if node.lane is Lane.COMM:
                 times = machine.launch(took, inputs, groups[instance.mb][node.name])
             else:
-                read = [ready[number, value] for value in node.reads if value in counted[instance.mb]]
+                read = [ready.get((number, value), 0.0) for value in node.reads if value in counted[instance.mb]]
                 times = machine.run(took, inputs, max(read, default=None))
             ready.update(((number, value), times[2]) for value in node.writes)
             slices.append(Slice(instance, number, *times))
@@ -182,9 +182,8 @@ def peak_bytes(rounds: Sequence[Round]) -> int:
             buffers = each.plan.chunks[instance.mb].buffers
             number = each.microbatches[instance.mb]
             sent = [(number, buffers[value][0]) for value in instance.node.reads if value in buffers]
-            for value in instance.node.reads:
-                for buffer in (*waiting.pop((number, value), ()), *sent):
-                    last[buffer] = position
+            arrived = [buffer for value in instance.node.reads for buffer in waiting.pop((number, value), ())]
+            last.update(dict.fromkeys([*arrived, *sent], position))
             for value in instance.node.writes:
                 if instance.node.lane is Lane.COMM:
                     waiting[number, value] = sent
