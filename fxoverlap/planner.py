@@ -53,9 +53,9 @@ _MAY_DIFFER = ("process_group", "grad_scale", "costs")
 _COMPARED = tuple(each.name for each in fields(OverlapConfig) if each.name not in _MAY_DIFFER)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """A captured microbatch and what was derived from it.
+    """A captured microbatch and what was derived from it; equal to itself only.
 
     Attributes:
         capture: the traced graph and how its ends are bound.
@@ -122,7 +122,7 @@ class Planner:
         self._model, self._config = model, config
         self._variants: dict[Key, Variant] = {}
         self._chosen: dict[tuple[tuple[str, str], ...], Chosen] = {}
-        self._built: dict[tuple[tuple[str, int], ...], Built] = {}
+        self._built: dict[tuple[tuple[str, Variant], ...], Built] = {}
         self._latest: tuple[Variant, Variant] | None = None
         self._fingerprints: dict[tuple[int, ...], Fingerprint] = {}
         self.records: list[PassRecord] = []
@@ -173,13 +173,15 @@ class Planner:
 
     def _forget(self, keys: list[Key]) -> None:
         """Drop variants, and the programs that they are part of."""
-        gone = {id(self._variants.pop(key)) for key in keys}
-        self._built = {key: built for key, built in self._built.items() if gone.isdisjoint(dict(key).values())}
+        for key in keys:
+            del self._variants[key]
+        known = set(self._variants.values())
+        self._built = {met: built for met, built in self._built.items() if known.issuperset(dict(met).values())}
         self._fingerprints.clear()  # their keys are addresses of programs
 
     def built(self, met: Mapping[str, Variant]) -> Built:
         """The program in which these variants meet, by `Instance.mb`."""
-        key = tuple((mb, id(variant)) for mb, variant in met.items())
+        key = tuple(met.items())
         chosen, known = self._choose(met), self._built.get(key)
         if known is not None and known.chosen is chosen:
             return known

@@ -262,6 +262,24 @@ def test_captures_for_tensors_that_are_gone_make_room(change: Change) -> None:
         assert overlapped.report().variants <= 2
 
 
+def test_plans_of_a_capture_that_is_gone_are_not_kept() -> None:
+    """They can still be asked for while it is the latest one, here because the next capture fails."""
+    model = Made(lambda m, x: m.linear(x).sum() * m.factor, factor=1.0)
+    overlapped = fxo.transform(model, fxo.OverlapConfig(max_variants=1))
+    overlapped.step(rows(0))
+    replace_weight(overlapped.module)
+    overlapped.module.factor = torch.ones((), requires_grad=True)  # trained, but no parameter
+    with pytest.raises(fxo.UnsupportedError, match="a trained tensor"):
+        overlapped.step(rows(0))
+    planner = overlapped._planner
+    assert planner.variants == 0 and overlapped.plan("FB").kind == "FB"
+    for _ in range(2):
+        overlapped.module.factor = 2.0
+        replace_weight(overlapped.module)
+        overlapped.step(rows(0))
+    assert {variant for met in planner._built for _, variant in met} == set(planner._variants.values())
+
+
 def test_what_a_call_leaves_in_attributes_makes_no_variant() -> None:
     def loss(m: Any, x: Tensor) -> Tensor:
         m.calls += 1
