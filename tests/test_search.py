@@ -127,6 +127,29 @@ def any_order(found: list[tasks.Task], rng: random.Random) -> list[int]:
     return order
 
 
+def test_names_of_groups_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may differ between ranks."""
+    chunk = synthetic("EED", shared=True)
+    costs = CostTable(random_costs(chunk, random.Random(0), alike=False), MACHINES["gpu"], "test")
+    orders = []
+    for of_combine in "195":
+        groups = {n.name: of_combine if n.slot is Slot.COMBINE else "5" for n in chunk.nodes}
+        monkeypatch.setattr(tasks, "groups_of", lambda _, groups=groups: groups)
+        orders.append(search(tasks_of({"F": chunk, "B": chunk}, costs), costs.hardware))
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("kinds", [(), "D", "E"])
+def test_chunks_with_next_to_nothing(kinds: str) -> None:
+    """No node, no exchange, one layer, weight gradients alone, no time."""
+    chunk = synthetic(kinds) if kinds else ChunkGraph(None, ())
+    weights = replace(chunk, nodes=tuple(n for n in chunk.nodes if n.phase is Phase.W))
+    for each in (chunk, weights):
+        costs = given(each, lambda *_: 0.0)
+        found = plan(each, each, costs)
+        assert len(found.order) == len(each.nodes) and bound(found, costs) == run(found, costs).makespan == 0
+
+
 def test_launch_that_needs_a_branch_comes_behind_it() -> None:
     """Not together with the node before it in its chain, which the branch needs."""
     slots = (Slot.PRE_DISPATCH, Slot.SHARED, Slot.DISPATCH, Slot.EXPERTS)
