@@ -186,9 +186,10 @@ class Costs:
         return callable(schedule) or schedule == "auto" or (self._config.ramp == "pair" and schedule != "sequential")
 
     def add(self, structure: str, chunk: ChunkGraph) -> None:
-        """Let a structure be known. Raises ConfigError if the user's table does not fit it."""
+        """Let a structure be known. Raises ConfigError if the user's table names what no structure so far has."""
         if structure not in self._defaults:
-            self._defaults[structure] = default_costs(chunk, self._config)
+            others = {name for table in self._defaults.values() for name in table}
+            self._defaults[structure] = default_costs(chunk, self._config, others)
 
     def of(self, structure: str) -> CostTable:
         """What the ranks agreed on; before, and where no order depends on it, this rank's own."""

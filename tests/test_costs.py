@@ -182,6 +182,15 @@ def test_a_name_that_no_node_has_is_refused_when_the_model_is_traced(write: Call
         fxo.transform(toy("*-"), config, example_inputs=batches(1)[0])
 
 
+def test_a_table_may_name_what_a_later_capture_lacks(write: Callable[..., str]) -> None:
+    config = fxo.OverlapConfig(costs=write({"nodes": [{"name": "pre_process.W", "ms": 1}]}))
+    overlapped = fxo.transform(toy("*-"), config)
+    overlapped.step(batches(2))
+    overlapped.module.embed.requires_grad_(False)
+    overlapped.step(batches(2))
+    assert "pre_process.W" not in {each["name"] for each in overlapped.report().nodes}
+
+
 def test_the_dict_of_a_report_is_a_table(group: dist.ProcessGroup, write: Callable[..., str]) -> None:
     model = toy("[*E]", group)
     first = fxo.transform(model, example_inputs=batches(1)[0])

@@ -75,17 +75,22 @@ def hardware_of(config: OverlapConfig) -> Hardware:
     return cost_file.read(config.costs).hardware if cost_file.is_path(config.costs) else PRESETS[str(config.costs)]
 
 
-def default_costs(chunk: ChunkGraph, config: OverlapConfig) -> CostTable:
+def default_costs(chunk: ChunkGraph, config: OverlapConfig, others: Iterable[str] = ()) -> CostTable:
     """The costs of all nodes of a chunk where nothing was measured.
 
-    Raises ConfigError if the user's table cannot be read, or names a node that the chunk does not have.
+    Args:
+        chunk: whose nodes.
+        config: says where costs come from.
+        others: names of nodes that other chunks of the model have.
+
+    Raises ConfigError if the user's table cannot be read, or names a node that none of the chunks has.
     """
     hardware = hardware_of(config)
     nodes = roofline(chunk.nodes, chunk.costs, hardware)
     if not cost_file.is_path(config.costs):
         return CostTable(nodes, hardware, f"roofline {hardware.name}")
     table = cost_file.read(config.costs)
-    table.check_names(nodes)
+    table.check_names([*nodes, *others])
     given = {name: time for name in nodes if (time := table.of(name)) is not None}
     nodes |= {name: replace(nodes[name], seconds=time) for name, time in given.items()}
     return CostTable(nodes, table.hardware, f"table {table.path}", frozenset(given))
