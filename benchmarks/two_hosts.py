@@ -35,6 +35,7 @@ from fxoverlap.benchmarks.exchanges import exchange_again, recorded, without_exc
 from fxoverlap.benchmarks.link import missing_for_two_hosts, two_hosts
 from fxoverlap.benchmarks.timing import interleaved
 from fxoverlap.benchmarks.workload import Batch, Settings, eager_step, everywhere, outcome, same
+from fxoverlap.errors import ConfigError
 from fxoverlap.launch import launch
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -57,7 +58,7 @@ def run(settings: Settings) -> dict[str, Any]:
     namespaces are removed in any case.
     """
     if "E" not in settings.pattern:
-        raise ValueError(
+        raise ConfigError(
             f"pattern: expected an E, as experts are what ranks exchange tokens for, got {settings.pattern!r}"
         )
     with contextlib.ExitStack() as stack:

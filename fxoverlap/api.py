@@ -310,9 +310,10 @@ class OverlappedModel(nn.Module):
         """Share costs with the other ranks, plan with what all of them know, and agree on the plans."""
         planner, first, ready.has_news = self._planner, ready.agreement, False
         costs, ready.agreement = f"{first}/costs", f"{first}/plans"
-        planner.costs.agree(share(ready.groups, planner.own_costs(ready.variants), planner.reduce_costs, costs, first))
+        told = share(ready.groups, planner.own_costs(ready.variants), planner.reduce_costs, costs, first)
         failure: BaseException | None = None
         try:
+            planner.costs.agree(told)
             self._plan(ready)
             interrupts.check()
         except (Exception, KeyboardInterrupt) as error:

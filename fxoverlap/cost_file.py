@@ -5,7 +5,8 @@
 
 Both keys may be missing. `hardware` is a preset ("cpu" if it names none) with other values for some fields of
 `Hardware`. `nodes` gives the milliseconds that a node takes on its lane by itself; a name without its layer stands for
-that node of every layer, and the full name wins over it. An `ms` of null counts as not given. Other keys, at the top
+that node of every layer, and the full name wins over it. An `ms` of null counts as not given; a row of a
+report has `planned_ms`, what plans were made by, which counts instead. Other keys, at the top
 and in rows, are left alone, so that what `Report.to_dict` gives can be read back.
 
 Whatever is wrong raises ConfigError.
@@ -111,7 +112,7 @@ def _seconds(path: str, given: Any) -> dict[str, float]:
     for i, row in enumerate(given):
         subject = f"nodes[{i}]"
         _expect(isinstance(row, dict), path, subject, row, 'a row {"name": ..., "ms": ...}')
-        name, ms = row.get("name"), row.get("ms")
+        name, ms = row.get("name"), row.get("planned_ms", row.get("ms"))
         _expect(isinstance(name, str), path, f"{subject}.name", name, "the name of a schedule node")
         if ms is None:
             continue

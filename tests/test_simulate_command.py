@@ -197,4 +197,4 @@ def test_exposed_share_of_deepseek_v3() -> None:
     each = published("deepseek-v3", 64, 2, Setup(64, 4096, layers=2, dispatcher="once-a-node"))
     assert 30 < each["sequential"]["exposed_pct"] < 40
     assert each["auto"]["exposed_pct"] < 5
-    assert each["megatron"]["exposed_pct"] < 10  # its order has nothing to launch before pre_dispatch.F
+    assert each["megatron"]["exposed_pct"] < 12  # its order has nothing in flight under pre_dispatch.F

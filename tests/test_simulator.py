@@ -96,7 +96,7 @@ def test_a_processor_computes_and_issues_in_turn() -> None:
     """Where the host does not run ahead, what is issued later begins later, and issuing takes time of the lane."""
     found = run(ROUTER, WEIGHT, COMBINE, hardware=replace(CPU, node_s=0.5 * MS))
     assert spans(found) == {Slot.PRE_DISPATCH: (0.5, 1.5), Slot.EXPERTS: (2, 6), Slot.COMBINE: (6.5, 16.5)}
-    assert found.busy == pytest.approx({Lane.COMPUTE: 5 * MS, Lane.COMM: 10 * MS})
+    assert found.busy == pytest.approx({Lane.COMPUTE: 5 * MS, Lane.COMM: 10 * MS, Lane.HOST: 1.5 * MS})
 
 
 def test_communication_takes_its_share_of_the_compute_lane() -> None:

@@ -199,25 +199,7 @@ def make_report(
     done, planned = covered(plan) if rounds is None else in_step(rounds)
     microbatches = None if rounds is None else 1 + max(i for each in rounds for i in each.microbatches.values())
     moved = count_moved(plan.order)
-    warnings = []
-    has_weights = any(node.phase is Phase.W for node in chunk.nodes)
-    physical = chunk.joint.physical if chunk.joint is not None else ()
-    if config.layers != OverlapConfig().layers and not physical:
-        warnings.append(f"OverlapConfig.layers={config.layers!r} matches no module, so no layer has edges of its own.")
-    if config.delay_wgrad and has_weights and moved == 0:
-        warnings.append("delay_wgrad=True, but the schedule moved no W node: all run right behind their B node.")
-    if config.ramp == "pair" and alone is not None:
-        warnings.append(f'ramp="pair" has no effect: {alone}.')
-    elif config.ramp == "pair" and microbatches == 1:
-        warnings.append('ramp="pair", but the last step had one microbatch, which has no partner; give it two or more.')
-    if config.early_release and not _releases_early(plan, config):
-        warnings.append(
-            "early_release=True has no effect: there is no layer whose pre_dispatch.B runs beside experts.F of another "
-            "microbatch, or the schedule is sequential or a policy of your own."
-        )
     exchanges = sum(node.lane is Lane.COMM for node in chunk.nodes)
-    if exchanges == 0:
-        warnings.append("No exchange was found in the model, so there is no communication to hide.")
     times = node_times(profiled)
     measured: dict[str, Any] = figures(profiled)
     return Report(
@@ -237,7 +219,7 @@ def make_report(
             {"name": r.name, "seconds": r.seconds, "ops_before": r.ops_before, "ops_after": r.ops_after}
             for r in records
         ),
-        warnings=tuple(warnings),
+        warnings=_warnings(chunk, plan, config, microbatches, alone),
         little_hidden=reasons(plan, microbatches, config.delay_wgrad),
         **of_plan(plan),
         **(of_step(rounds) if rounds else {}),
@@ -249,6 +231,31 @@ def make_report(
 def _releases_early(plan: Plan, config: OverlapConfig) -> bool:
     is_asked = config.schedule in ("auto", "megatron")
     return is_asked and bool(early_release_edges(plan.chunks["F"], plan.chunks["B"]))
+
+
+def _warnings(
+    chunk: ChunkGraph, plan: Plan, config: OverlapConfig, microbatches: int | None, alone: str | None
+) -> tuple[str, ...]:
+    """What was asked for and has no effect."""
+    warnings = []
+    has_weights = any(node.phase is Phase.W for node in chunk.nodes)
+    physical = chunk.joint.physical if chunk.joint is not None else ()
+    if config.layers != OverlapConfig().layers and not physical:
+        warnings.append(f"OverlapConfig.layers={config.layers!r} matches no module, so no layer has edges of its own.")
+    if config.delay_wgrad and has_weights and count_moved(plan.order) == 0:
+        warnings.append("delay_wgrad=True, but the schedule moved no W node: all run right behind their B node.")
+    if config.ramp == "pair" and alone is not None:
+        warnings.append(f'ramp="pair" has no effect: {alone}.')
+    elif config.ramp == "pair" and microbatches == 1:
+        warnings.append('ramp="pair", but the last step had one microbatch, which has no partner; give it two or more.')
+    if config.early_release and not _releases_early(plan, config):
+        warnings.append(
+            "early_release=True has no effect: there is no layer whose pre_dispatch.B runs beside experts.F of another "
+            "microbatch, or the schedule is sequential or a policy of your own."
+        )
+    if not any(node.lane is Lane.COMM for node in chunk.nodes):
+        warnings.append("No exchange was found in the model, so there is no communication to hide.")
+    return tuple(warnings)
 
 
 def _row(node: Any, chunk: ChunkGraph, times: Mapping[str, tuple[float, float]], costs: CostTable) -> Row:

@@ -5,11 +5,11 @@ Out: an order of them.
 
 An order is a merge of *queues*, each of which keeps its own order. For each microbatch there is the chain of its F, or
 its B and R, nodes, a queue of its W nodes, and one for the branches beside the chain (`shared`). In a chain an exchange
-is launched right behind the compute node before it, if it needs nothing else; the two are one *segment*.
+is launched right behind the compute node before it, if it needs nothing else; the two are one *bundle*.
 
 Merging two chains is a walk over a grid, and dynamic programming over its cells is exact as long as every cell keeps
 each combination of lane clocks that no other one dominates. The movable queues add dimensions, so the cells that are
-looked at are a beam: of the partial orders of equally many segments those are kept whose lower bound on the whole is
+looked at are a beam: of the partial orders of equally many bundles those are kept whose lower bound on the whole is
 smallest; of equal ones those with less left on the other lane.
 """
 
@@ -19,16 +19,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fxoverlap.hardware import Hardware
 from fxoverlap.ir import Phase, Slot
-from fxoverlap.schedule.cost import Hardware
 from fxoverlap.schedule.simulate import Machine
 from fxoverlap.schedule.tasks import Task, tails
 
 _EFFORT = 6_000
-"""Partial orders that are kept over all numbers of segments: wide beams for shallow models, narrow ones for deep."""
+"""Partial orders that are kept over all numbers of bundles: wide beams for shallow models, narrow ones for deep."""
 
 _WIDTH = (24, 64)
-"""Least and most partial orders that are kept of each number of segments."""
+"""Least and most partial orders that are kept of each number of bundles."""
 
 _DIGITS = 9
 """Times are compared in whole nanoseconds."""
@@ -37,33 +37,33 @@ _NOTHING = 1e-12
 """Seconds of work left where the sums of times in another order leave none."""
 
 _A_CELL = 3
-"""Partial orders that are kept of those that have issued the same segments."""
+"""Partial orders that are kept of those that have issued the same bundles."""
 
 
 def search(tasks: Sequence[Task], hardware: Hardware) -> list[int]:
     """The best order found, as positions in `tasks`."""
     grid = _Grid(tasks, hardware)
     narrow, wide = _WIDTH
-    width = min(max(_EFFORT // max(grid.segments, 1), narrow), wide)
+    width = min(max(_EFFORT // max(grid.bundles, 1), narrow), wide)
     beam = [grid.start()]
-    for _ in range(grid.segments):
+    for _ in range(grid.bundles):
         cells: dict[tuple[int, ...], list[_Partial]] = {}
         for partial in beam:
             for following in grid.followers(partial):
                 _keep(cells.setdefault(following.taken, []), following)
         found = sorted((each for cell in cells.values() for each in cell), key=_rank)
         beam = found[:width]
-    return [task for segment in beam[0].path() for task in segment.tasks]
+    return [task for bundle in beam[0].path() for task in bundle.tasks]
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class _Bundle:
     """Tasks that are issued together: a compute node and the launches behind it, or one launch.
 
     Attributes:
         queue: number of its queue.
         tasks: positions of the tasks.
-        after: (queue, number of its segments that must have been issued), of other queues.
+        after: (queue, number of its bundles that must have been issued), of other queues.
         path: longest chain of tasks from its beginning on.
         lead: compute time from its beginning until the queue's next launch; None if none follows.
     """
@@ -75,19 +75,19 @@ class _Segment:
     lead: float | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Partial:
     """The beginning of an order, and the machine behind it.
 
     Attributes:
-        taken: segments issued, by queue.
+        taken: bundles issued, by queue.
         machine: its lanes.
         flying: (task, arrival) of exchanges that nothing has waited for.
         compute_left: seconds of work for the compute lane that is not issued yet.
         groups_left: the same by process group.
         bound: no order that begins so takes less. Of equal ones the better has the smaller second number, what all
             lanes take; then the smaller third one, the W nodes left, which keep what the forward has saved.
-        before, last: the order without its last segment, and that.
+        before, last: the order without its last bundle, and that.
     """
 
     taken: tuple[int, ...]
@@ -97,10 +97,10 @@ class _Partial:
     groups_left: dict[str, float]
     bound: tuple[float, float, int] = (0.0, 0.0, 0)
     before: _Partial | None = None
-    last: _Segment | None = None
+    last: _Bundle | None = None
 
-    def path(self) -> list[_Segment]:
-        """The segments in order."""
+    def path(self) -> list[_Bundle]:
+        """The bundles in order."""
         found, each = [], self
         while each.before is not None:
             assert each.last is not None
@@ -114,7 +114,7 @@ def _rank(partial: _Partial) -> tuple[float, float, int]:
 
 
 def _keep(cell: list[_Partial], new: _Partial) -> None:
-    """Add a partial order to those with the same segments, unless one of them is as good in every clock."""
+    """Add a partial order to those with the same bundles, unless one of them is as good in every clock."""
     for old in cell:
         if _dominates(old, new):
             return
@@ -142,7 +142,7 @@ class _Grid:
         self._queues = _queues(tasks)
         firsts = [tasks[queue[0].tasks[0]].instance.node for queue in self._queues]
         self._weights = [q for q, node in enumerate(firsts) if node.phase is Phase.W]
-        self.segments = sum(map(len, self._queues))
+        self.bundles = sum(map(len, self._queues))
         self._waits = [[need for need in task.needs if tasks[need].group is not None] for task in tasks]
 
     def start(self) -> _Partial:
@@ -155,13 +155,13 @@ class _Grid:
         return _Partial((0,) * len(self._queues), Machine(self._hardware), (), compute, left)
 
     def followers(self, partial: _Partial) -> Iterator[_Partial]:
-        """The partial orders with one segment more."""
+        """The partial orders with one bundle more."""
         taken = partial.taken
         for number, queue in enumerate(self._queues):
             if taken[number] < len(queue):
-                segment = queue[taken[number]]
-                if all(taken[other] >= count for other, count in segment.after):
-                    yield self._issue(partial, segment)
+                bundle = queue[taken[number]]
+                if all(taken[other] >= count for other, count in bundle.after):
+                    yield self._issue(partial, bundle)
 
     def _on_compute(self, task: Task) -> float:
         """Time that a task takes from the compute lane by itself."""
@@ -169,10 +169,10 @@ class _Grid:
         own = task.seconds if task.group is None else 0.0
         return own if hardware.host_runs_ahead else own + hardware.issue_s(task.group is not None)
 
-    def _issue(self, partial: _Partial, segment: _Segment) -> _Partial:
+    def _issue(self, partial: _Partial, bundle: _Bundle) -> _Partial:
         machine, flying = partial.machine.copy(), partial.flying
         compute_left, groups_left = partial.compute_left, partial.groups_left
-        for number in segment.tasks:
+        for number in bundle.tasks:
             task, waits = self._tasks[number], self._waits[number]
             compute_left -= self._on_compute(task)
             ready = max([end for each, end in flying if each in waits], default=0.0) if waits and flying else 0.0
@@ -185,8 +185,8 @@ class _Grid:
                 flying = (*flying, (number, end))
                 groups_left = {**groups_left, task.group: groups_left[task.group] - task.seconds}
         taken = list(partial.taken)
-        taken[segment.queue] += 1
-        following = _Partial(tuple(taken), machine, flying, compute_left, groups_left, before=partial, last=segment)
+        taken[bundle.queue] += 1
+        following = _Partial(tuple(taken), machine, flying, compute_left, groups_left, before=partial, last=bundle)
         following.bound = self._bound(following)
         return following
 
@@ -200,13 +200,13 @@ class _Grid:
         for queue, taken in zip(self._queues, partial.taken, strict=True):
             if taken == len(queue):
                 continue
-            segment, begin = queue[taken], machine.compute
+            bundle, begin = queue[taken], machine.compute
             if flying:
-                waits = self._waits[segment.tasks[0]]
+                waits = self._waits[bundle.tasks[0]]
                 begin = max([begin, *(end for each, end in flying if each in waits)])
-            longest = max(longest, begin + segment.path)
-            if segment.lead is not None:
-                lead = min(lead, begin + segment.lead)
+            longest = max(longest, begin + bundle.path)
+            if bundle.lead is not None:
+                lead = min(lead, begin + bundle.lead)
         total = compute
         for free, left in lanes:
             if left > _NOTHING:
@@ -217,8 +217,8 @@ class _Grid:
         return round(longest, _DIGITS), round(total, _DIGITS), weights_left
 
 
-def _queues(tasks: Sequence[Task]) -> list[list[_Segment]]:
-    """The segments of each queue, in order."""
+def _queues(tasks: Sequence[Task]) -> list[list[_Bundle]]:
+    """The bundles of each queue, in order."""
     members: dict[tuple[str, str], list[list[int]]] = {}
     for number, task in enumerate(tasks):
         queue = members.setdefault(_queue_of(task), [])
@@ -230,13 +230,13 @@ def _queues(tasks: Sequence[Task]) -> list[list[_Segment]]:
     place = {
         number: (q, position)
         for q, queue in enumerate(members.values())
-        for position, segment in enumerate(queue)
-        for number in segment
+        for position, bundle in enumerate(queue)
+        for number in bundle
     }
     tail = tails(tasks)
     found = []
     for q, queue in enumerate(members.values()):
-        segments: list[_Segment] = []
+        bundles: list[_Bundle] = []
         lead: float | None = None
         for members_of in reversed(queue):
             after: dict[int, int] = {}
@@ -250,8 +250,8 @@ def _queues(tasks: Sequence[Task]) -> list[list[_Segment]]:
             elif lead is not None:
                 lead += computing
             path = first.seconds + tail[members_of[0]]
-            segments.append(_Segment(q, tuple(members_of), tuple(after.items()), path, lead))
-        found.append(segments[::-1])
+            bundles.append(_Bundle(q, tuple(members_of), tuple(after.items()), path, lead))
+        found.append(bundles[::-1])
     return found
 
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, Instance, Lane, Plan, Round, ScheduleNode, Slot
-from fxoverlap.schedule.cost import Hardware
 from fxoverlap.schedule.intervals import common, length
 
 Value = tuple[int, str]
@@ -53,7 +53,7 @@ class Simulation:
 
     Attributes:
         makespan: from the first issue until every lane is done.
-        busy: by lane, the time in which it runs something.
+        busy: by lane, the time in which it runs something; of the host, in which it issues nodes.
         exposed: time in which token exchanges are in flight and the compute lane does not run a node.
         overlap_pct: share of the time in which token exchanges are in flight in which the compute lane runs nodes, in
             %; None without token exchanges. As in Holistic Trace Analysis, an exchange that the host has issued, but
@@ -152,7 +152,9 @@ def simulate(rounds: Sequence[Round]) -> Simulation:
                 times = machine.run(took, inputs, max(read, default=None))
             ready.update(((number, value), times[2]) for value in node.writes)
             slices.append(Slice(instance, number, *times))
-    return _simulation(slices, machine.compute, peak_bytes(rounds))
+    hardware, lanes = machine.hardware, (s.instance.node.lane for s in slices)
+    issuing = sum(hardware.issue_s(lane is Lane.COMM) for lane in lanes)
+    return _simulation(slices, machine.compute, issuing, peak_bytes(rounds))
 
 
 def simulate_plan(plan: Plan) -> Simulation:
@@ -204,14 +206,14 @@ def peak_bytes(rounds: Sequence[Round]) -> int:
     return peak
 
 
-def _simulation(slices: list[Slice], computed: float, peak: int) -> Simulation:
+def _simulation(slices: list[Slice], computed: float, issuing: float, peak: int) -> Simulation:
     computing = _spans(slices, Lane.COMPUTE)
     flights = [(s.begin, s.end) for s in slices if _is_token_exchange(s.instance.node)]
     in_flight, both = length(flights), common(flights, computing)
     return Simulation(
         # A last launch, and what an exchange takes from nodes issued before it, come behind the last node's end.
         makespan=max([computed, *(s.end for s in slices)]),
-        busy={lane: length(_spans(slices, lane)) for lane in (Lane.COMPUTE, Lane.COMM)},
+        busy={lane: length(_spans(slices, lane)) for lane in (Lane.COMPUTE, Lane.COMM)} | {Lane.HOST: issuing},
         exposed=in_flight - both,
         overlap_pct=100 * both / in_flight if in_flight else None,
         peak_bytes=peak,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, Phase, ScheduleNode, runs_forward
-from fxoverlap.schedule.cost import Hardware
 from fxoverlap.schedule.simulate import counts_of, groups_of
 
 Edge = tuple[tuple[str, str], tuple[str, str]]
