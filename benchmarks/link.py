@@ -9,7 +9,9 @@ import ctypes
 import functools
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -30,8 +32,10 @@ def missing_for_two_hosts() -> str | None:
 def two_hosts(rate: str) -> Iterator[Callable[[int], None]]:
     """Make two network namespaces joined by a link of this rate, and yield what moves a rank's process into its own.
 
-    Raises CalledProcessError if the system refuses. The namespaces go with the block, and the link with them.
+    Raises CalledProcessError if the system refuses. The namespaces go with the block, and the link with them; SIGTERM
+    ends the block with SystemExit.
     """
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = [f"fxoverlap{host}-{os.getpid()}" for host in (0, 1)]
     try:
         for name in names:
@@ -46,6 +50,7 @@ def two_hosts(rate: str) -> Iterator[Callable[[int], None]]:
             _call("tc", "-n", name, "qdisc", "add", "dev", link[host], *shape)
         yield functools.partial(_enter_host, names)
     finally:
+        signal.signal(signal.SIGTERM, before)
         for name in names:
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", name)

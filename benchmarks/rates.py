@@ -43,7 +43,12 @@ def run(rates: Sequence[str], settings: Settings, plots: Sequence[str]) -> dict[
     for rate in rates:
         mbit(rate)
     if plots:
-        _pyplot()
+        formats = _pyplot().figure().canvas.get_supported_filetypes()
+        for path in plots:
+            if Path(path).suffix[1:].lower() not in formats:
+                raise ConfigError(
+                    f"plot is {path!r}; expected a name that ends in one of {', '.join(sorted(formats))}."
+                )
     figures = [two_hosts.run(dataclasses.replace(settings, rate=rate)) for rate in rates]
     for path in plots:
         plot(figures, path)

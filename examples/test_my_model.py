@@ -24,7 +24,8 @@ class TestMyModel(TestCase):
             "*-[*E]", dim=32, vocab_size=64, num_experts=4, expert_dim=16, top_k=2, group=dist.group.WORLD
         )
         tokens = torch.zeros(1, 16, dtype=torch.int64)
-        overlapped = fxo.transform(model, example_inputs=(tokens, tokens))
+        config = fxo.OverlapConfig(schedule="megatron")  # the order of "auto" also depends on what nodes cost
+        overlapped = fxo.transform(model, config, example_inputs=(tokens, tokens))
         self.assertExpectedInline(
             overlapped.golden(),
             """\
@@ -39,23 +40,23 @@ nodes
 plan FB
   compute              comm
   F:pre_process.F
+  B:post_process.B
   F:L0.pre_dispatch.F
                        > F:L0.counts.F
-  B:post_process.B     | F:L0.counts.F
-  B:post_process.W     | F:L0.counts.F
   B:L0.post_combine.B  | F:L0.counts.F
                        > B:L0.combine.B
   F:L0.permute.F       | B:L0.combine.B
                        > F:L0.dispatch.F
+  B:post_process.W     | B:L0.combine.B, F:L0.dispatch.F
   B:L0.experts.B       | F:L0.dispatch.F
                        > B:L0.dispatch.B
   B:L0.experts.W       | F:L0.dispatch.F, B:L0.dispatch.B
   F:L0.experts.F       | B:L0.dispatch.B
                        > F:L0.combine.F
   B:L0.pre_dispatch.B  | F:L0.combine.F
-  B:L0.pre_dispatch.W  | F:L0.combine.F
-  B:pre_process.W      | F:L0.combine.F
   F:L0.post_combine.F
   F:post_process.F
+  B:L0.pre_dispatch.W
+  B:pre_process.W
 """,
         )

@@ -406,7 +406,7 @@ def test_failed_step_takes_gradients_back_and_the_next_one_is_right(group) -> No
     """Of parameters and of microbatch tensors; a gradient that was there stays the same tensor."""
     model = toy("[*E]", group)
     scaled = Made(lambda m, tokens, targets, x: m.toy(tokens, targets) * x, toy=model)
-    overlapped = fxo.transform(scaled)
+    overlapped = fxo.transform(scaled, fxo.OverlapConfig(schedule="megatron"))
     given = [(*each, torch.tensor(2.0, requires_grad=True)) for each in batches(3)]
     programs = overlapped._planner.prepare(overlapped._planner.variants_for(*leaves_of(given)))
     last = programs[1].program.operations[-1]

@@ -182,7 +182,7 @@ def test_b43_wgrad_of_the_experts_waits_for_its_own_inputs_only(group: dist.Proc
     """Not for the sum of the shared and the routed gradients, which the backward of the attention needs."""
     chunk = toy_chunk(group, shared_dim=12)
     assert {need for need in needs(chunk)["L0.experts.W"] if not need.endswith(".F")} == {"L0.experts.B"}
-    plan = build_plan(chunk, chunk, CONFIG)
+    plan = build_plan(chunk, chunk, fxo.OverlapConfig(schedule="megatron"))
     names = [instance.node.name for instance in plan.order]
     index = earliest(plan, "L0.experts.W")
     assert index == names.index("L0.experts.B") + 1

@@ -7,7 +7,6 @@ the host issues them. W nodes that it leaves out are flushed at the end. `plan.b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
@@ -149,15 +148,15 @@ def _searched(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterabl
 
 
 def _fastest(orders: Iterable[Order], chunks: Mapping[str, ChunkGraph], costs: CostTable) -> Order:
-    """The order with the least makespan, completed; of equal ones the first."""
-    best, least = [], math.inf
+    """The order with the least makespan, completed; of equal ones the one that holds the fewest bytes."""
+    found = []
     for each in orders:
         order = [*each, *unplaced(each, chunks)]
         plan = Plan(kind_of(chunks), chunks, tuple(Instance(node, mb) for node, mb in order), costs)
-        makespan = simulate_plan(plan).makespan
-        if makespan < least * (1 - _EQUAL):
-            best, least = order, makespan
-    return best
+        found.append((simulate_plan(plan), order))
+    least = min(run.makespan for run, _ in found)
+    equal = [(run.peak_bytes, i) for i, (run, _) in enumerate(found) if run.makespan <= least * (1 + _EQUAL)]
+    return found[min(equal)[1]][1]
 
 
 class _Issue:
