@@ -1,4 +1,4 @@
-"""The searched order: never worse than the others, close to the bound, legal, the same each time, and fast to find.
+"""The searched order: never worse than the others, close to the bound, legal, and the same each time.
 
 Costs are drawn at random over chunks without a model. The bound is not the optimum: where an order is above it, either
 may be to blame.
