@@ -24,7 +24,7 @@ from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Phase, Slot
 from fxoverlap.report.measured import Transfer, transfers
 from fxoverlap.runtime import NodeRun, StepProfile
 from fxoverlap.schedule.cost import default_costs
-from fxoverlap.schedule.intervals import common, union
+from fxoverlap.schedule.intervals import common
 from fxoverlap.schedule.pairs import edges_between
 from fxoverlap.schedule.simulate import groups_of
 
@@ -127,15 +127,13 @@ def _exchange_times(exchanges: Sequence[Transfer]) -> Iterator[tuple[NodeRun, fl
 
 
 def _comm_share(step: StepProfile) -> float | None:
-    flights = union((each.launched, each.end) for each in transfers(step))
-    beside = lost = 0.0
+    spans, lost = [], 0
     for run in step.runs:
-        begin = max((wait.end for wait in run.waits), default=run.begin)
-        shared = common([(begin, run.end)], flights) if run.instance.node.lane is not Lane.COMM else 0.0
-        if shared:
+        if run.instance.node.lane is not Lane.COMM:
             waited = sum(wait.end - wait.begin for wait in run.waits)
-            beside += shared
-            lost += max(0, run.end - run.begin - waited - run.processor) * shared / (run.end - begin)
+            spans.append((max((wait.end for wait in run.waits), default=run.begin), run.end))
+            lost += max(0, run.end - run.begin - waited - run.processor)
+    beside = common(spans, ((each.launched, each.end) for each in transfers(step)))
     return min(lost / beside, 1.0) if beside else None
 
 
