@@ -79,7 +79,7 @@ def plot(figures: Sequence[dict[str, Any]], path: str) -> None:
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
     axes.minorticks_off()
     low, high = axes.get_ylim()
-    ticks = [tick for power in (100, 1000, 10_000, 100_000) for tick in (power, 2 * power, 5 * power)]
+    ticks = [digit * power for power in (10, 100, 1000, 10_000, 100_000) for digit in range(1, 10)]
     axes.set_yticks([tick for tick in ticks if low <= tick <= high], minor=False)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
