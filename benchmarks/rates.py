@@ -90,7 +90,7 @@ def plot(figures: Sequence[dict[str, Any]], path: str) -> None:
 
 def text(figures: dict[str, Any]) -> str:
     """Format the figures of `run` for a person: milliseconds, and how far from the bound."""
-    names = ("eager", "sequential", "megatron", "auto", "auto_pair")
+    names = tuple(_LABELS)
     lines = ["".join([f"{'rate':>10}", *(f"{name:>18}" for name in names), f"{'bound':>10}"])]
     for each in figures["rates"]:
         cells = [f"{each[f'{name}_ms']:9.1f} ({each[f'{name}_ms'] / each['bound_ms']:.3f})" for name in names]

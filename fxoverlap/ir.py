@@ -320,6 +320,11 @@ def runs_forward(mb: str) -> bool:
     return mb.startswith("F")
 
 
+def nodes_of(mb: str, chunk: ChunkGraph) -> list[ScheduleNode]:
+    """The nodes that run for a microbatch of this label, in the order in which it may run alone."""
+    return [node for node in chunk.nodes if (node.phase is Phase.F) == runs_forward(mb)]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The order of the node instances of one fused step.

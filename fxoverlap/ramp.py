@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from fxoverlap.ir import ChunkGraph, Lane, Slot
+from fxoverlap.ir import ChunkGraph, Lane, Slot, nodes_of
 from fxoverlap.passes import op_facts
-from fxoverlap.schedule.tasks import nodes_of
 
 
 def why_alone(chunk: ChunkGraph, kind: str, born: Sequence[str]) -> str | None:

@@ -27,7 +27,7 @@ from torch import fx
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import VerifyError
-from fxoverlap.ir import META, FusedGraph, Instance, Lane, Phase, ValueRef, runs_forward
+from fxoverlap.ir import META, FusedGraph, Instance, Lane, ValueRef, nodes_of, runs_forward
 from fxoverlap.ops.events import record_event, wait_event
 from fxoverlap.passes import op_facts
 
@@ -62,7 +62,7 @@ def _check_node_set(fused: FusedGraph) -> None:
     found = Counter((instance.node.name, instance.mb) for instance in calls)
     expected: set[tuple[str, str]] = set()
     for mb, chunk in fused.plan.chunks.items():
-        expected |= {(n.name, mb) for n in chunk.nodes if (n.phase is Phase.F) == runs_forward(mb)}
+        expected |= {(node.name, mb) for node in nodes_of(mb, chunk)}
     for (name, mb), count in found.items():
         if (name, mb) not in expected:
             raise VerifyError(f"wrong microbatch: {name} runs for microbatch {mb}, to which it does not belong.")

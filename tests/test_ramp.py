@@ -22,14 +22,13 @@ from toys import Made, batches, differences, eager_step, toy, train_both
 
 import fxoverlap as fxo
 from fxoverlap.errors import UnsupportedError, VerifyError
-from fxoverlap.ir import META, ChunkGraph, Lane, Phase, Plan, Slot, runs_forward
+from fxoverlap.ir import META, ChunkGraph, Lane, Phase, Plan, Slot, nodes_of, runs_forward
 from fxoverlap.passes.verify import verify
 from fxoverlap.pipeline import to_fused
 from fxoverlap.report.golden import arrivals
 from fxoverlap.schedule import build_pair, kind_of, plan, rounds_of
 from fxoverlap.schedule.pairs import edges_between, labels_of
 from fxoverlap.schedule.policies import Order
-from fxoverlap.schedule.tasks import nodes_of
 
 PAIR = fxo.OverlapConfig(ramp="pair")
 

@@ -20,7 +20,7 @@ from fxoverlap.pipeline import to_fused
 from fxoverlap.schedule import build_plan, simulate, tasks
 from fxoverlap.schedule.cost import PRESETS, Hardware
 from fxoverlap.schedule.search import search
-from fxoverlap.schedule.simulate import Simulation, simulate_plan
+from fxoverlap.schedule.simulate import simulate_plan
 from fxoverlap.schedule.tasks import lower_bound, tasks_of
 
 CPU = replace(PRESETS["cpu"], node_s=0.0, launch_s=0.0, comm_share=0.0)
@@ -35,10 +35,6 @@ POLICIES = ("auto", "megatron", "sequential")
 
 def plan(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, schedule: str = "auto") -> Plan:
     return build_plan(f, b, fxo.OverlapConfig(schedule=schedule), costs)
-
-
-def run(found: Plan, costs: CostTable) -> Simulation:
-    return simulate_plan(found)
 
 
 def bound(found: Plan, costs: CostTable) -> float:
@@ -69,7 +65,7 @@ def cases(count: int, seed: int) -> list[Case]:
         costs = CostTable(random_costs(chunk, rng, alike=rng.random() < 0.7), hardware, "test")
         plans = {schedule: plan(chunk, chunk, costs, schedule) for schedule in POLICIES}
         least = bound(plans["auto"], costs)
-        ratio = {schedule: run(each, costs).makespan / least for schedule, each in plans.items()}
+        ratio = {schedule: simulate_plan(each).makespan / least for schedule, each in plans.items()}
         to_fused(plans["auto"], fxo.OverlapConfig(), [])  # runs verify
         found.append(Case(chunk, costs, ratio))
     return found
@@ -147,7 +143,7 @@ def test_chunks_with_next_to_nothing(kinds: str) -> None:
     for each in (chunk, weights):
         costs = given(each, lambda *_: 0.0)
         found = plan(each, each, costs)
-        assert len(found.order) == len(each.nodes) and bound(found, costs) == run(found, costs).makespan == 0
+        assert len(found.order) == len(each.nodes) and bound(found, costs) == simulate_plan(found).makespan == 0
 
 
 def test_launch_that_needs_a_branch_comes_behind_it() -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from fxoverlap import cost_file
 from fxoverlap.config import OverlapConfig
 from fxoverlap.hardware import DEFAULT, PRESETS, Hardware
-from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Phase, ScheduleNode, runs_forward
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, ScheduleNode, nodes_of
 
 __all__ = [
     "PRESETS",
@@ -105,9 +105,8 @@ def of_plan(chunks: Mapping[str, ChunkGraph], costs: Mapping[str, CostTable]) ->
     """
     nodes: dict[str, NodeCost] = {}
     for mb, chunk in chunks.items():
-        for node in chunk.nodes:
+        for node in nodes_of(mb, chunk):
             cost = costs[mb].nodes[node.name]
-            if (node.phase is Phase.F) == runs_forward(mb):
-                nodes[node.name] = max(cost, nodes.get(node.name, cost), key=lambda each: each.seconds)
+            nodes[node.name] = max(cost, nodes.get(node.name, cost), key=lambda each: each.seconds)
     first = next(iter(costs.values()))
     return CostTable(nodes, first.hardware, first.source, frozenset().union(*(c.known for c in costs.values())))

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, nodes_of
 from fxoverlap.schedule.cost import default_costs, of_plan
 from fxoverlap.schedule.pairs import edges_between, labels_of
 from fxoverlap.schedule.policies import Order, auto, megatron, pair, sequential, unplaced
 from fxoverlap.schedule.rounds import kind_of
-from fxoverlap.schedule.tasks import nodes_of
 
 Policy = Callable[[ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]]
 

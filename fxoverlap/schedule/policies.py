@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, Slot
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, Slot, nodes_of
 from fxoverlap.schedule.pairs import edges_between
 from fxoverlap.schedule.rounds import kind_of
 from fxoverlap.schedule.search import search
 from fxoverlap.schedule.simulate import simulate_plan
-from fxoverlap.schedule.tasks import Edge, nodes_of, tasks_of
+from fxoverlap.schedule.tasks import Edge, tasks_of
 
 _EQUAL = 1e-9
 """Makespans that differ by less are sums of the same times."""

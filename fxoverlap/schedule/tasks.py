@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxoverlap.hardware import Hardware
-from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, Phase, ScheduleNode, runs_forward
+from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, nodes_of
 from fxoverlap.schedule.simulate import counts_of, groups_of
 
 Edge = tuple[tuple[str, str], tuple[str, str]]
@@ -64,11 +64,6 @@ def tasks_of(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable
         unique = tuple(dict.fromkeys([*needs, *follows.get(i, ())]))
         tasks.append(Task(Instance(node, mb), costs[node.name].seconds, group, unique, tuple(dict.fromkeys(counts))))
     return tasks
-
-
-def nodes_of(mb: str, chunk: ChunkGraph) -> list[ScheduleNode]:
-    """The nodes that run for a microbatch of this label, in the order in which it may run alone."""
-    return [node for node in chunk.nodes if (node.phase is Phase.F) == runs_forward(mb)]
 
 
 def lower_bound(tasks: Sequence[Task], hardware: Hardware) -> float:
