@@ -18,6 +18,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 import torch._logging._internal
+import torch._prims.rng_prims
 import torch._prims_common
 import torch.distributed as dist
 import torch.utils.checkpoint
@@ -595,6 +596,18 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 # --- operators (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
+
+
+DRAW_AND_SNAPSHOT: Any = torch._prims.rng_prims.run_and_save_rng_state
+"""(op, *args) -> (state of the generator before, result): a draw that can be repeated."""
+
+DRAW_AGAIN: Any = torch._prims.rng_prims.run_with_rng_state
+"""(state, op, *args) -> result: the same draw, which leaves the generator as it was."""
+
+
+def rng_state_bytes(device: torch.device) -> int:
+    """Size of the state that `DRAW_AND_SNAPSHOT` returns for an op on a device: a uint8 tensor on the CPU."""
+    return int(torch.get_rng_state().numel()) if device.type == "cpu" else 16
 
 
 def is_overload(target: Any) -> bool:

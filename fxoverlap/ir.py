@@ -96,7 +96,7 @@ class OpTag:
     """What is known of one op of a joint graph (`node.meta["fxoverlap"]`).
 
     Attributes:
-        phase: F or B as the tracer saw it.
+        phase: F or B as the tracer saw it; R for what a pass has copied.
         fqn: FQN of the innermost module that ran the op; "" for the model itself; None where it cannot be known.
         layer: index of the physical layer; None outside the layers.
         calls: the calls of modules that were under way, outermost first, each as `fqn#number of the call`; empty where
@@ -115,9 +115,9 @@ class Exchange:
 
     Attributes:
         role: what it carries. A backward exchange has the role of the forward exchange that it is the gradient of.
-        phase: F or B.
-        index: position of the forward exchange among the forward exchanges of the graph; a backward exchange has the
-            index of its forward exchange.
+        phase: F or B; R if it is sent again (after the pass `recompute`).
+        index: position of the forward exchange among the forward exchanges of the graph; a backward exchange, or
+            one that is sent again, has the index of its forward exchange.
         layer: index of the physical layer, None outside the layers.
         launches: names of the launching ops, in trace order.
         waits: names of the ops that wait for them, in trace order.
@@ -270,6 +270,9 @@ class ChunkGraph:
             (after the pass `extract`).
         acting: names of the nodes with random draws, writes, or collectives that are no exchanges, in the order that
             `effects` keeps.
+        replays: (earlier, later) names of nodes, of which the later is an R node, in the order that keeps the values of
+            one replay at a time alive (after the pass `recompute`). Built-in policies keep it; the values do not ask
+            for it.
     """
 
     joint: JointGraph | None
@@ -280,6 +283,7 @@ class ChunkGraph:
     buffers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     acting: tuple[str, ...] = ()
+    replays: tuple[tuple[str, str], ...] = ()
 
     stage = "chunk"
 

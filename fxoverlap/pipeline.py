@@ -33,6 +33,7 @@ from fxoverlap.passes.lanes import lanes
 from fxoverlap.passes.layers import layers
 from fxoverlap.passes.lifetime import lifetime
 from fxoverlap.passes.partition import partition
+from fxoverlap.passes.recompute import recompute
 from fxoverlap.passes.simplify import simplify
 from fxoverlap.passes.split import split
 from fxoverlap.passes.verify import verify
@@ -41,7 +42,7 @@ from fxoverlap.passes.wgrad import wgrad
 Pass = Callable[[Any, OverlapConfig], Any]
 
 JOINT_PASSES: tuple[Pass, ...] = (simplify, exchanges, layers, partition, split)
-CHUNK_PASSES: tuple[Pass, ...] = (cut, wgrad, bytes, extract)
+CHUNK_PASSES: tuple[Pass, ...] = (cut, wgrad, recompute, bytes, extract)
 PLAN_PASSES: tuple[Pass, ...] = (fuse, lanes, lifetime)
 
 

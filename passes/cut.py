@@ -70,6 +70,13 @@ def cut(joint: JointGraph, config: OverlapConfig) -> ChunkGraph:
 cut.stage = "chunk"  # type: ignore[attr-defined]
 
 
+def assignment(chunk: ChunkGraph) -> Assignment:
+    """Which schedule node each op of a chunk belongs to."""
+    assert chunk.joint is not None
+    by_name = {node.name: node for node in chunk.joint.module.graph.nodes}
+    return {by_name[op]: (node.layer, node.slot, node.phase) for node in chunk.nodes for op in node.ops}
+
+
 def _stage_keys(placed: Placement, chain: Chain) -> Assignment:
     return {node: _key(chain, position) for node, position in placed.items()}
 

@@ -73,12 +73,18 @@ def _layer_fqn(fqn: str, globs: list[str]) -> str | None:
     """The outermost prefix of an FQN that a glob matches."""
     parts = fqn.split(".")
     for end in range(1, len(parts) + 1):
-        for glob in globs:
-            pattern = glob.split(".")
-            tail = parts[end - len(pattern) : end] if end >= len(pattern) else []
-            if tail and all(fnmatch.fnmatchcase(part, each) for part, each in zip(tail, pattern, strict=True)):
-                return ".".join(parts[:end])
+        prefix = ".".join(parts[:end])
+        if any(matches(prefix, glob) for glob in globs):
+            return prefix
     return None
+
+
+def matches(fqn: str, glob: str) -> bool:
+    """Whether a glob matches an FQN to its end: part by part, from any part on."""
+    parts, patterns = fqn.split("."), glob.split(".")
+    if len(parts) < len(patterns):
+        return False
+    return all(map(fnmatch.fnmatchcase, parts[-len(patterns) :], patterns))
 
 
 def _same_layer_as_forward(exchanges: tuple) -> tuple:

@@ -69,6 +69,8 @@ def schema(node: fx.Node) -> torch.FunctionSchema | None:
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws from a random number generator. Attention does only where it drops something."""
     target: Any = node.target
+    if target is compat.DRAW_AND_SNAPSHOT:
+        return True
     if not (compat.is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags):
         return False
     for i, argument in enumerate(target._schema.arguments):
@@ -82,7 +84,7 @@ def has_effect(node: fx.Node) -> bool:
     """Whether the op must stay although nothing reads it: collectives, draws, writes, assertions."""
     found = schema(node)
     if found is None:
-        return writes_input(node)
+        return is_random(node) or writes_input(node)
     return is_collective(node) or is_random(node) or found.is_mutable or not found.returns
 
 
@@ -105,7 +107,7 @@ def keeps_order(node: fx.Node) -> bool:
     """
     found = schema(node)
     if found is None or is_wait(node):
-        return writes_input(node)
+        return is_random(node) or writes_input(node)
     target: Any = node.target
     unknown = not found.returns and target.namespace != "aten"
     return is_collective(node) or is_random(node) or found.is_mutable or unknown

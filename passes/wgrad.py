@@ -20,7 +20,7 @@ from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, InputKind, JointGraph, Phase, Slot
 from fxoverlap.passes import op_facts
-from fxoverlap.passes.cut import Assignment, Key, make_nodes, remake_views
+from fxoverlap.passes.cut import Assignment, Key, assignment, make_nodes, remake_views
 
 
 def wgrad(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
@@ -28,8 +28,7 @@ def wgrad(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     joint = chunk.joint
     if not config.delay_wgrad or joint is None:
         return chunk
-    by_name = {node.name: node for node in joint.module.graph.nodes}
-    keys: Assignment = {by_name[op]: (n.layer, n.slot, n.phase) for n in chunk.nodes for op in n.ops}
+    keys = assignment(chunk)
     backward = [node for node in op_facts.ops(joint.module.graph) if keys[node][2] is Phase.B]
     needed = _needed_upstream(joint, backward, keys)
     order = [(node.layer, node.slot) for node in chunk.nodes if node.phase is Phase.B]

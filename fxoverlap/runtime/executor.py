@@ -87,7 +87,7 @@ def _issue(operation: Operation, state: MicrobatchState) -> None:
     for i in operation.last_reads:
         values[i] = None
     # Some kernels keep what their backward needs only in grad mode, though no graph is made.
-    with compat.below_autograd(), torch.set_grad_enabled(operation.of_forward):
+    with compat.below_autograd(), torch.set_grad_enabled(operation.in_grad_mode):
         results = operation.call(arguments)
     for i in operation.last_waits:
         values[i] = None

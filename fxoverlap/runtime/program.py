@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxoverlap import compat
-from fxoverlap.ir import META, FusedGraph, GraphInput, InputKind, Instance, ValueRef, runs_forward
+from fxoverlap.ir import META, FusedGraph, GraphInput, InputKind, Instance, Phase, ValueRef, runs_forward
 from fxoverlap.ops.collectives import WAIT, is_collective
 from fxoverlap.runtime.profile import launch, wait
 from fxoverlap.runtime.state import Layout
@@ -27,7 +27,7 @@ class Operation:
     Attributes:
         instance: what it is.
         call: takes the list of arguments and empties it; returns a tuple.
-        of_forward: whether it belongs to the forward of its microbatch.
+        in_grad_mode: whether eager runs its ops in grad mode: F, and R, which repeats F.
         reads: positions in the state's values.
         writes: likewise, one a result; None for a result that nothing reads later.
         last_reads: positions whose value dies inside the call, with its last use.
@@ -38,7 +38,7 @@ class Operation:
 
     instance: Instance
     call: Callable[[list[Any]], tuple[Any, ...]]
-    of_forward: bool
+    in_grad_mode: bool
     reads: tuple[int, ...]
     writes: tuple[int | None, ...]
     last_reads: tuple[int, ...]
@@ -123,7 +123,7 @@ def _operation(
     return Operation(
         instance,
         call,
-        runs_forward(instance.mb),
+        instance.node.phase in (Phase.F, Phase.R),
         reads=tuple(layout.index[value] for value in read),
         writes=tuple(
             layout.index[written[i]] if i in written and written[i] not in instance.frees else None

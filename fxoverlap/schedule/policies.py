@@ -142,7 +142,8 @@ def early_release_edges(f: ChunkGraph, b: ChunkGraph) -> list[tuple[str, str]]:
 
 
 def _searched(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge]) -> Order:
-    tasks = tasks_of(chunks, costs, edges)
+    one_at_a_time = [((mb, one), (mb, other)) for mb, chunk in chunks.items() for one, other in chunk.replays]
+    tasks = tasks_of(chunks, costs, [*edges, *one_at_a_time])
     found = (tasks[i].instance for i in search(tasks, costs.hardware))
     return [(instance.node, instance.mb) for instance in found]
 
@@ -238,12 +239,12 @@ def _key(node: ScheduleNode) -> tuple[int | None, Slot, Phase]:
 
 
 def _needs(chunk: ChunkGraph | None) -> dict[str, list[tuple]]:
-    """For each node, the nodes whose values it reads or whose effects it must follow."""
+    """For each node, the nodes whose values it reads, whose effects it must follow, or which a replay follows."""
     if chunk is None:
         return {}
     by_name = {node.name: node for node in chunk.nodes}
     made_by = {value: node for node in chunk.nodes for value in node.writes}
     needs = {node.name: [_key(made_by[v]) for v in node.reads if v in made_by] for node in chunk.nodes}
-    for earlier, later in chunk.effects:
+    for earlier, later in (*chunk.effects, *chunk.replays):
         needs[later].append(_key(by_name[earlier]))
     return needs

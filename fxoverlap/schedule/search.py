@@ -4,8 +4,9 @@ In:  the tasks of a plan, and a `Hardware`.
 Out: an order of them.
 
 An order is a merge of *queues*, each of which keeps its own order. For each microbatch there is the chain of its F, or
-its B and R, nodes, a queue of its W nodes, and one for the branches beside the chain (`shared`). In a chain an exchange
-is launched right behind the compute node before it, if it needs nothing else; the two are one *bundle*.
+its B, nodes, a queue of its W nodes, one of its R nodes, and one for the branches beside the chain (`shared`). In a
+chain an exchange is launched right behind the compute node before it, if it needs nothing else; the two are one
+*bundle*.
 
 Merging two chains is a walk over a grid, and dynamic programming over its cells is exact as long as every cell keeps
 each combination of lane clocks that no other one dominates. The movable queues add dimensions, so the cells that are
@@ -260,4 +261,6 @@ def _queue_of(task: Task) -> tuple[str, str]:
     node = task.instance.node
     if node.phase is Phase.W:
         return task.instance.mb, "weights"
+    if node.phase is Phase.R:
+        return task.instance.mb, "replay"
     return task.instance.mb, "beside" if node.slot is Slot.SHARED else "chain"

@@ -1,0 +1,305 @@
+"""Chunk pass `recompute`: in the backward, compute again what regions of the forward would have to keep.
+
+In:  ChunkGraph after `wgrad`.
+Out: the same graph with R nodes. What B and W read of a region is a copy that R nodes make; F keeps what the copies
+     start from. An R node has the layer and slot of the F node that it repeats, exchanges included, and serves B and W.
+
+Why behind `cut` and `wgrad`: a replay repeats nodes that are cut already, and only then it is known what they read.
+
+What a region keeps: results that are read outside it (its own output is one), numbers (split sizes are), token counts
+and the tensors that hold split sizes, results of ops with effects other than draws and exchanges (other collectives,
+writes), and what `Recompute.keep` names. What it reads from outside is kept too. Everything else between those and what
+B and W read is computed again: nothing else is.
+
+Draws: F takes a snapshot of the generator in front of the draw, R draws with it and leaves the generator as it was.
+Where only the shape of an input matters, as for a dropout's mask, R makes an empty tensor instead of that input.
+
+Order: R nodes stand in front of their first reader. `ChunkGraph.replays` says what else the built-in policies keep:
+a replay begins when the backward is done with the layers behind its own; and behind its first exchange it goes on
+when the weight gradients of those layers are computed. So the replayed values of one region at a time are alive, and
+weight gradients cover a replayed exchange.
+
+Raises UnsupportedError as `regions` does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxoverlap import compat
+from fxoverlap.config import OverlapConfig
+from fxoverlap.ir import META, ChunkGraph, Exchange, JointGraph, Lane, Phase, Role, ScheduleNode, Slot
+from fxoverlap.passes import op_facts
+from fxoverlap.passes.cut import Assignment, Key, assignment, make_nodes
+from fxoverlap.passes.op_facts import aten
+from fxoverlap.passes.regions import Region, regions
+
+# Of their first argument these read sizes, strides and dtype only.
+SHAPE_READERS = (
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+)
+
+
+def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
+    """Insert R nodes."""
+    if chunk.joint is None:
+        return chunk
+    keys = assignment(chunk)
+    found = regions(chunk.joint, keys, config)
+    if not found:
+        return chunk
+    keep = config.recompute.keep if config.recompute is not None else ()
+    replay = _Replay(chunk.joint, keys, keep)
+    for region in found:
+        replay.add(region)
+    joint = replace(chunk.joint, exchanges=(*chunk.joint.exchanges, *replay.exchanges()))
+    _drop_unread(joint, keys)
+    nodes = make_nodes(joint, keys, _key_order(chunk, keys))
+    return replace(chunk, joint=joint, nodes=nodes, replays=tuple(_one_at_a_time(nodes, chunk.layers, found, keys)))
+
+
+recompute.stage = "chunk"  # type: ignore[attr-defined]
+
+
+class _Replay:
+    """Copies ops of regions to the front of the backward, and lets the backward read the copies."""
+
+    def __init__(self, joint: JointGraph, keys: Assignment, keep: Sequence[str]) -> None:
+        self._joint, self._keys, self._graph = joint, keys, joint.module.graph
+        self._kept = _kept(joint, keep)
+        self._ends = {joint.loss, *joint.outputs, *(value for value, _ in (*joint.mutations, *joint.gradients))}
+        self._front = next(op for op in op_facts.ops(self._graph) if keys[op][2] is not Phase.F)
+        self._numbers = _numbers(self._graph)
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def add(self, region: Region) -> None:
+        """Replay one region."""
+        layers = {self._keys[op][0] for op in region.ops}
+        saved = self._saved(region, layers)
+        wanted: set[fx.Node] = set()
+        readers: dict[fx.Node, list[fx.Node]] = {}
+        replayable = set(region.ops) - saved
+        for op in reversed(region.ops):
+            if op in saved:
+                continue
+            readers[op] = [user for user in op.users if self._is_backward(user)]
+            if readers[op] or op in wanted:
+                wanted.add(op)
+                wanted.update(replayable.intersection(self._needed_inputs(op, replayable, wanted)))
+        copies: dict[fx.Node, fx.Node] = {}
+        for op in region.ops:
+            if op in wanted:
+                # What is not wanted is read for its shape.
+                empty = {s: self._empty(s, op) for s in op.all_input_nodes if s in replayable and s not in wanted}
+                copies[op] = self._copy(op, copies | empty)
+                for user in readers[op]:
+                    user.replace_input_with(op, copies[op])
+        self._copies.update(copies)
+
+    def exchanges(self) -> list[Exchange]:
+        """The exchanges that are sent again."""
+        by_name = {op.name: copy.name for op, copy in self._copies.items()}
+        found = []
+        for each in self._joint.exchanges:
+            again = [i for i, launch in enumerate(each.launches) if launch in by_name]
+            if again and each.phase is Phase.F:
+                launches = tuple(by_name[each.launches[i]] for i in again)
+                waits = tuple(by_name[each.waits[i]] for i in again)
+                found.append(replace(each, phase=Phase.R, launches=launches, waits=waits))
+        return found
+
+    def _is_backward(self, user: fx.Node) -> bool:
+        return user in self._keys and self._keys[user][2] in (Phase.B, Phase.W)
+
+    def _saved(self, region: Region, layers: set[int | None]) -> set[fx.Node]:
+        """The ops whose results the region keeps; of several with one storage, the one that allocated it.
+
+        What is kept of a launch is its wait: the result of the launch itself may still be on its way.
+        """
+        members = set(region.ops)
+        roots = {op_facts.storage_root(op) for op in region.ops if self._is_kept(op, members, layers)}
+
+        def holds(op: fx.Node) -> bool:
+            root = op_facts.storage_root(op)
+            return root in roots and (op_facts.is_wait(op) if op_facts.is_collective(root) else op is root)
+
+        return {op for op in region.ops if holds(op)}
+
+    def _is_kept(self, op: fx.Node, members: set[fx.Node], layers: set[int | None]) -> bool:
+        if op in self._kept or op.name in self._ends:
+            return True
+        for user in op.users:
+            key = self._keys.get(user)
+            if key is not None and (user not in members if key[2] is Phase.F else key[0] not in layers):
+                return True
+        return False
+
+    def _needed_inputs(self, op: fx.Node, replayable: set[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
+        """What a copy of an op needs; not what it reads the shape of only, if that can be made from numbers."""
+        source = op.args[0] if op.args else None
+        if source in replayable and self._reads_shape_only(op, wanted) and self._shape(source) is not None:
+            return [each for each in op.all_input_nodes if each is not source]
+        return op.all_input_nodes
+
+    def _reads_shape_only(self, op: fx.Node, wanted: set[fx.Node]) -> bool:
+        if op.target is aten.native_dropout.default:
+            # Its second result, the mask.
+            return all(user.args[1] == 1 for user in op.users if user in wanted)
+        return op.target in SHAPE_READERS
+
+    def _shape(self, source: object) -> tuple[list[Any], list[Any]] | None:
+        """Sizes and strides of a value as arguments of an op; None if a number is not at hand."""
+        assert isinstance(source, fx.Node)
+        value = source.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return None
+        sizes, strides = (
+            [each if isinstance(each, int) else self._numbers.get(str(each)) for each in numbers]
+            for numbers in (value.shape, value.stride())
+        )
+        return None if None in sizes or None in strides else (sizes, strides)
+
+    def _copy(self, op: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The copy of an op, which reads copies where there are any."""
+        target: Any = op.target
+        arguments, kwargs = fx.node.map_arg((op.args, op.kwargs), lambda source: copies.get(source, source))
+        if op_facts.is_random(op):
+            arguments = (self._snapshot(op), target, *arguments)
+            target = compat.DRAW_AGAIN
+        return self._new(op, target, arguments, kwargs)
+
+    def _empty(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+        """A tensor that is like the result of `source`, without its contents."""
+        sizes, strides = self._shape(source)
+        value = source.meta["val"]
+        options = {"dtype": value.dtype, "device": value.device}
+        made = self._new(reader, aten.empty_strided.default, (sizes, strides), options)
+        made.meta["val"] = value
+        return made
+
+    def _new(self, op: fx.Node, target: Any, arguments: Any, kwargs: Any) -> fx.Node:
+        """An op in front of the backward, in the R node of the layer and slot of `op`."""
+        layer, slot, _ = self._keys[op]
+        with self._graph.inserting_before(self._front):
+            new = self._graph.call_function(target, arguments, kwargs)
+        new.meta = {**op.meta, META: replace(op_facts.tag(op), phase=Phase.R)}
+        self._keys[new] = (layer, slot, Phase.R)
+        return new
+
+    def _snapshot(self, op: fx.Node) -> fx.Node:
+        """The state of the generator in front of a draw, which is taken from now on."""
+        arguments: Any = (op.target, *op.args)
+        device = _first_tensor(op.meta["val"]).device
+        with self._graph.inserting_before(op):
+            draw = self._graph.call_function(compat.DRAW_AND_SNAPSHOT, arguments, op.kwargs)
+            state = self._graph.call_function(operator.getitem, (draw, 0))
+        state.meta = {**op.meta, "val": torch.empty(compat.rng_state_bytes(device), dtype=torch.uint8)}
+        draw.meta = {**op.meta, "val": (state.meta["val"], op.meta["val"])}
+        op.target, op.args, op.kwargs = operator.getitem, (draw, 1), {}
+        self._keys[draw] = self._keys[state] = self._keys[op]
+        return state
+
+
+def _first_tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else value[0]
+
+
+def _numbers(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The F ops that give numbers, by expression."""
+    found = {}
+    for op in op_facts.ops(graph):
+        if isinstance(op.meta.get("val"), torch.SymInt) and op_facts.tag(op).phase is Phase.F:
+            found.setdefault(str(op.meta["val"]), op)
+    return found
+
+
+def _kept(joint: JointGraph, keep: Sequence[str]) -> set[fx.Node]:
+    """The F ops whose results are kept in any region."""
+    by_name = {node.name: node for node in joint.module.graph.nodes}
+    kept: set[fx.Node] = set()
+    again: set[fx.Node] = set()
+    for exchange in joint.exchanges:
+        if exchange.phase is not Phase.F:
+            continue
+        launches, waits = ([by_name[name] for name in names] for names in (exchange.launches, exchange.waits))
+        again.update(launches, waits)
+        for launch in launches:
+            fx.node.map_arg(launch.args[1:], kept.add)
+        if exchange.role is Role.COUNTS or exchange.role.value in keep:
+            kept.update(waits)
+        if exchange.role is Role.COMBINE and Slot.EXPERTS.value in keep:
+            kept.update(source for launch in launches for source in launch.all_input_nodes[:1])
+    for op in op_facts.ops(joint.module.graph):
+        has_effect = op_facts.has_effect(op) and not op_facts.is_random(op) and op not in again
+        is_number = not isinstance(op.meta.get("val"), (torch.Tensor, tuple, list))
+        if has_effect or is_number or "unbacked_bindings" in op.meta:
+            kept.add(op)
+    return kept
+
+
+def _drop_unread(joint: JointGraph, keys: Assignment) -> None:
+    """Drop F ops that only the backward had read."""
+    graph = joint.module.graph
+    for op in reversed(list(op_facts.ops(graph))):
+        if keys[op][2] is Phase.F and not op.users and not op_facts.has_effect(op):
+            graph.erase_node(op)
+            del keys[op]
+
+
+def _key_order(chunk: ChunkGraph, keys: Assignment) -> list[Key]:
+    """The nodes of the chunk with each R node in front of its first reader."""
+    order = [(node.layer, node.slot, node.phase) for node in chunk.nodes]
+    rank = {key: i for i, key in enumerate(order)}
+    first: dict[Key, int] = {}
+    for op in sorted((op for op in keys if keys[op][2] is Phase.R), reverse=True):
+        readers = [
+            first.get(keys[user], len(order)) if keys[user][2] is Phase.R else rank[keys[user]] for user in op.users
+        ]
+        first[keys[op]] = min([*readers, first.get(keys[op], len(order))])
+    before: dict[int, list[Key]] = {}
+    for key in first:
+        before.setdefault(first[key], []).append(key)
+    found: list[Key] = []
+    for i, key in enumerate(order):
+        found += sorted(before.get(i, ()), key=lambda again: rank.get((again[0], again[1], Phase.F), -1))
+        found.append(key)
+    return found
+
+
+def _one_at_a_time(
+    nodes: Sequence[ScheduleNode], layers: int, found: Sequence[Region], keys: Assignment
+) -> Iterator[tuple[str, str]]:
+    """`ChunkGraph.replays`."""
+    end: dict[int, int] = {}  # of the layers that are replayed together, the last
+    for region in found:
+        own = {layer for op in region.ops if op in keys and (layer := keys[op][0]) is not None}
+        end.update((layer, max(end.get(layer, layer), *own)) for layer in own)
+    backward: dict[int | None, list[ScheduleNode]] = {}
+    for node in nodes:
+        if node.phase in (Phase.B, Phase.W) and node.slot is not Slot.PRE_PROCESS:
+            backward.setdefault(None if node.layer is None else end.get(node.layer, node.layer), []).append(node)
+    again = [node for node in nodes if node.phase is Phase.R]
+    made_by = {value: node for node in again for value in node.writes}
+    exchanging = {end[node.layer] for node in again if node.lane is Lane.COMM and node.layer is not None}
+    for node in again:
+        if node.layer is None:
+            continue
+        last = end[node.layer]
+        behind = end.get(last + 1, last + 1) if last + 1 < layers else None
+        sources = [made_by[value] for value in node.reads if value in made_by]
+        follows = set() if sources else {Phase.B}
+        is_late = any(each.lane is Lane.COMM for each in sources) if last in exchanging else not sources
+        if is_late and (behind is None or behind in end):
+            follows.add(Phase.W)
+        yield from ((each.name, node.name) for each in backward.get(behind, ()) if each.phase in follows)

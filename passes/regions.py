@@ -1,0 +1,98 @@
+"""Which ops of a chunk are computed again in the backward: a fact of the config and the model that `recompute` uses.
+
+In:  the keys of a chunk's ops (layer, slot, phase), and the config.
+Out: the regions, none of which shares an op with another.
+
+With "uniform" every `num_layers` logical layers are a region, a *segment*; the last may be shorter. With "block" each
+of the first `num_layers` logical layers is one. With "selective" each run of a module that a glob of `modules` matches
+is one; a glob matches as those of the layers do.
+
+Raises UnsupportedError: there are no logical layers; a glob matches nothing that runs; regions overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxoverlap.config import OverlapConfig, Recompute
+from fxoverlap.errors import UnsupportedError
+from fxoverlap.ir import JointGraph, Phase
+from fxoverlap.passes import op_facts
+from fxoverlap.passes.cut import Assignment
+from fxoverlap.passes.layers import matches
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Ops that are computed again together.
+
+    Attributes:
+        name: what its owner calls it, for messages.
+        ops: its F ops in graph order.
+    """
+
+    name: str
+    ops: tuple[fx.Node, ...]
+
+
+def regions(joint: JointGraph, keys: Assignment, config: OverlapConfig) -> list[Region]:
+    """The regions of a chunk in forward order."""
+    ops = [op for op in op_facts.ops(joint.module.graph) if keys[op][2] is Phase.F]
+    asked = config.recompute
+    if asked is None:
+        return []
+    if asked.method == "selective":
+        return _modules(ops, asked.modules)
+    return _segments(joint, ops, keys, asked)
+
+
+def _segments(joint: JointGraph, ops: Iterable[fx.Node], keys: Assignment, asked: Recompute) -> list[Region]:
+    members: dict[int, list[fx.Node]] = {}
+    size, most = (1, asked.num_layers) if asked.method == "block" else (asked.num_layers, None)
+    for op in ops:
+        layer = keys[op][0]
+        if layer is not None and (most is None or layer < most):
+            members.setdefault(layer // size, []).append(op)
+    if not members:
+        raise UnsupportedError(
+            f"OverlapConfig.recompute is {asked!r}, but the model has no logical layers to compute again. Set "
+            f"OverlapConfig.layers to the FQN glob of its layers, or name modules with method 'selective'."
+        )
+    return [Region(_segment_name(joint, segment), tuple(segment)) for _, segment in sorted(members.items())]
+
+
+def _segment_name(joint: JointGraph, ops: Iterable[fx.Node]) -> str:
+    physical = sorted({layer for op in ops if (layer := op_facts.tag(op).layer) is not None})
+    fqns = [joint.physical[layer].fqn for layer in physical]
+    return f"the segment {fqns[0]} to {fqns[-1]}" if len(fqns) > 1 else f"the segment {', '.join(fqns)}"
+
+
+def _modules(ops: Iterable[fx.Node], globs: Sequence[str]) -> list[Region]:
+    members: dict[str, list[fx.Node]] = {}
+    unmatched = set(globs)
+    for op in ops:
+        tag = op_facts.tag(op)
+        found = {}
+        for call in tag.calls or (f"{tag.fqn}#0",) if tag.fqn else ():
+            fqn = call.rpartition("#")[0]
+            matching = [glob for glob in globs if matches(fqn, glob)]
+            if matching:
+                unmatched.difference_update(matching)
+                found[fqn] = call
+        if len(found) > 1:
+            outer, inner, *_ = found
+            raise UnsupportedError(
+                f"OverlapConfig.recompute: modules={list(globs)} matches {outer} and {inner} inside it, but what is "
+                f"computed again must not overlap. Leave out one of the two."
+            )
+        for call in found.values():
+            members.setdefault(call, []).append(op)
+    if unmatched:
+        raise UnsupportedError(
+            f"OverlapConfig.recompute: modules={list(globs)}, but {', '.join(sorted(unmatched))} matches no module "
+            f"that the forward runs. A glob matches whole parts of an FQN, such as 'layers.*.norm'."
+        )
+    return [Region(f"module {call.rpartition('#')[0]}", tuple(region)) for call, region in members.items()]
