@@ -181,10 +181,10 @@ class _Replay:
 
     def _empty(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """A tensor that is like the result of `source`, without its contents."""
-        sizes, strides = self._shape(source)
-        value = source.meta["val"]
+        shape, value = self._shape(source), source.meta["val"]
+        assert shape is not None, source
         options = {"dtype": value.dtype, "device": value.device}
-        made = self._new(reader, aten.empty_strided.default, (sizes, strides), options)
+        made = self._new(reader, aten.empty_strided.default, shape, options)
         made.meta["val"] = value
         return made
 
@@ -217,7 +217,7 @@ def _first_tensor(value: Any) -> torch.Tensor:
 
 def _numbers(graph: fx.Graph) -> dict[str, fx.Node]:
     """The F ops that give numbers, by expression."""
-    found = {}
+    found: dict[str, fx.Node] = {}
     for op in op_facts.ops(graph):
         if isinstance(op.meta.get("val"), torch.SymInt) and op_facts.tag(op).phase is Phase.F:
             found.setdefault(str(op.meta["val"]), op)
