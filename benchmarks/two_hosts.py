@@ -17,7 +17,8 @@ One model, whole steps without optimizer, medians over interleaved repetitions o
 Eager is honest if `eager_ms` is about `compute_ms + comm_ms`. The searched plans are made from measured costs: a few
 steps are profiled before anything is timed. Percentages, as `Report` defines them, of profiled steps of `"auto"`:
 `overlap_step_pct` of the whole step, `overlap_pct` of its steady state (null with fewer than 2 microbatches),
-`predicted_overlap_pct` what the simulator says of the whole step.
+`predicted_overlap_pct` what the simulator says of the whole step, `replay_hidden_pct` of the exchanges that a backward
+repeats (null without `--recompute`). Recompute is of the schedules; `eager_ms` keeps all activations.
 """
 
 import contextlib
@@ -82,7 +83,11 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
     assert group is not None
     model, batches = settings.model(group), settings.batches(rank)
     overlapped = {
-        name: fxo.transform(model, fxo.OverlapConfig(settings.pattern, **choices), example_inputs=batches[0])
+        name: fxo.transform(
+            model,
+            fxo.OverlapConfig(settings.pattern, recompute=settings.recompute, **choices),
+            example_inputs=batches[0],
+        )
         for name, choices in POLICIES.items()
     }
     exchanges = recorded(lambda: eager_step(model, batches), group)
@@ -122,6 +127,7 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         "predicted_overlap_pct": predicted["auto"].predicted_overlap_pct,
         "overlap_pct": measured.steady_overlap_pct,
         "overlap_step_pct": measured.overlap_pct,
+        "replay_hidden_pct": measured.replay_hidden_pct,
         "fused_over_eager": ms["auto"] / ms["eager"],
         "eager_over_parts": ms["eager"] / (ms["compute"] + ms["comm"]),
         "all_to_alls": len(exchanges),
@@ -163,6 +169,7 @@ def text(figures: dict[str, Any]) -> str:
         _predicted("auto_pair", figures["auto_pair_ms"], figures["predicted_pair_ms"]),
         f"overlap of auto: {_pct(figures['overlap_step_pct'])} of the step "
         f"(predicted {_pct(figures['predicted_overlap_pct'])}), {_pct(figures['overlap_pct'])} in the steady state",
+        *_replayed(figures),
         f"eager / (compute + comm): {figures['eager_over_parts']:.2f}",
         f"bitwise equal: {'yes' if figures['bitwise_equal'] else 'NO'}",
     ]
@@ -171,6 +178,11 @@ def text(figures: dict[str, Any]) -> str:
 
 def _predicted(name: str, took: float, predicted: float) -> str:
     return f"{name} was predicted to take {predicted:.1f} ms, and took {took / predicted:.3f} x that"
+
+
+def _replayed(figures: dict[str, Any]) -> list[str]:
+    hidden = figures["replay_hidden_pct"]
+    return [] if hidden is None else [f"replayed exchanges of auto: {_pct(hidden)} hidden"]
 
 
 def _pct(value: float | None) -> str:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fxoverlap.config import Recompute
 from fxoverlap.models import HybridModel
 
 Batch = tuple[Tensor, Tensor]
@@ -26,6 +27,7 @@ class Settings:
     experts: int = 16
     expert_dim: int = 128
     top_k: int = 6
+    recompute: Recompute | None = None
 
     def model(self, group: dist.ProcessGroup | None) -> HybridModel:
         """Build the model; `group` is the expert-parallel one, None for all experts here and no exchange."""

@@ -89,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     two.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
     _add_sizes(two, repeats=5)
     _add_model_sizes(two)
+    regions = "what the backward computes again: uniform:N, block:N or selective:GLOB[,GLOB]"
+    two.add_argument("--recompute", type=_recompute, metavar="METHOD:WHAT", help=regions)
 
     sweep = _add(benches, "rates", _rates, "two ranks joined by links of several rates")
     several = ["250mbit", "500mbit", "1gbit", "2gbit", "4gbit"]
@@ -169,6 +171,17 @@ def _pattern(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def _recompute(text: str) -> fxo.Recompute:
+    """Read a recompute method and its number of layers, or its modules."""
+    method, _, what = text.partition(":")
+    try:
+        if method == "selective":
+            return fxo.Recompute(method, modules=tuple(filter(None, what.split(","))))
+        return fxo.Recompute(method, num_layers=int(what))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected such as uniform:1, got {text!r}: {error}") from error
 
 
 def _demo(options: argparse.Namespace) -> dict[str, Any]:

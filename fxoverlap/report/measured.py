@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fxoverlap.ir import Lane, Slot
+from fxoverlap.ir import Lane, Phase, Slot
 from fxoverlap.runtime import NodeRun, StepProfile
 from fxoverlap.schedule.intervals import Interval, common, length
 
@@ -91,7 +91,15 @@ def figures(steps: Sequence[StepProfile]) -> dict[str, float | None]:
             known = [value for value in column if value is not None]
             key = "step_ms" if prefix + name == "ms" else prefix + name
             found[key] = statistics.median(known) if known else None
+    hidden = [pct for step in steps if (pct := _replay_hidden_pct(step)) is not None]
+    found["replay_hidden_pct"] = statistics.median(hidden) if hidden else None
     return found
+
+
+def _replay_hidden_pct(step: StepProfile) -> float | None:
+    """In how much of the time that replayed exchanges take on their group a rank computes, in %; None without any."""
+    again = (each for each in transfers(step) if each.run.instance.node.phase is Phase.R)
+    return computing_pct([(each.begin, each.end) for each in again], _idle(step.runs))
 
 
 _Figures = tuple[float, float, float, float | None]

@@ -63,6 +63,8 @@ class Report:
         step_ms, comm_ms, exposed_ms, overlap_pct: the figures of the whole step.
         steady_ms, steady_comm_ms, steady_exposed_ms, steady_overlap_pct: of its programs but the first and the last,
             in which the forward of one microbatch runs beside the backward of another; None with one microbatch.
+        replay_hidden_pct: in how much of the time that replayed exchanges take by themselves the rank computed, in the
+            whole step; None without any.
     """
 
     nodes: tuple[Row, ...]
@@ -97,6 +99,7 @@ class Report:
     steady_comm_ms: float | None = None
     steady_exposed_ms: float | None = None
     steady_overlap_pct: float | None = None
+    replay_hidden_pct: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All figures by name, units as the class docstring says."""
@@ -155,6 +158,8 @@ class Report:
                 lines.append(
                     f"{name}: {ms} ms, exchanges in flight {comm} ms, waited {exposed} ms, overlap {overlap} %"
                 )
+        if self.replay_hidden_pct is not None:
+            lines.append(f"replayed exchanges: {_number(self.replay_hidden_pct)} % hidden")
         return lines
 
 
