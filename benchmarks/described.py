@@ -24,6 +24,7 @@ from fxoverlap.benchmarks.operators import Part, Parts
 from fxoverlap.errors import ConfigError
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, Lane, NodeCost, Phase, ScheduleNode, Slot
+from fxoverlap.passes.recompute import one_at_a_time
 from fxoverlap.schedule.cost import link_seconds, seconds
 
 DISPATCHERS = ("alltoall", "once-a-node")
@@ -255,7 +256,9 @@ class _Chunk:
             freed[last[value]] = freed.get(last[value], 0) + size
         costs = {name: replace(cost, freed=freed.get(name, 0)) for name, cost in self._costs.items()}
         buffers = {value: (value, size) for value, size in self._sizes.items()}
-        return ChunkGraph(None, tuple(self._nodes), layers=layers, costs=costs, buffers=buffers)
+        again = {layer: layer for layer in range(layers)} if self._setup.recompute else {}
+        replays = tuple(one_at_a_time(self._nodes, layers, again))
+        return ChunkGraph(None, tuple(self._nodes), layers=layers, costs=costs, buffers=buffers, replays=replays)
 
     def _before(self, is_moe: bool, is_depth: bool) -> list[Part]:
         """The parts of pre_dispatch."""

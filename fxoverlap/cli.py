@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pattern(explain, "[*E][*E]")
     explain.add_argument("--schedule", default="auto", choices=("auto", "megatron", "sequential"), help="order")
     explain.add_argument("--no-delay-wgrad", action="store_true", help="leave weight gradients where they are")
+    _add_recompute(explain)
     tokens = "in each microbatch of the step that is explained"
     explain.add_argument("--tokens", type=_count, nargs="+", default=[64, 64], metavar="N", help=tokens)
 
@@ -89,8 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     two.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
     _add_sizes(two, repeats=5)
     _add_model_sizes(two)
-    regions = "what the backward computes again: uniform:N, block:N or selective:GLOB[,GLOB]"
-    two.add_argument("--recompute", type=_recompute, metavar="METHOD:WHAT", help=regions)
+    _add_recompute(two)
 
     sweep = _add(benches, "rates", _rates, "two ranks joined by links of several rates")
     several = ["250mbit", "500mbit", "1gbit", "2gbit", "4gbit"]
@@ -123,6 +123,11 @@ def _add_pattern(parser: argparse.ArgumentParser, default: str) -> None:
     symbols = ", ".join(f"{symbol} {name}" for symbol, name in SYMBOLS.items())
     about = f"layers of the model: {symbols}; brackets group what is scheduled as one"
     parser.add_argument("--pattern", type=_pattern, default=default, help=about)
+
+
+def _add_recompute(parser: argparse.ArgumentParser) -> None:
+    about = "what the backward computes again: uniform:LAYERS, block:LAYERS or selective:GLOB[,GLOB]"
+    parser.add_argument("--recompute", type=_recompute, metavar="METHOD:WHAT", help=about)
 
 
 def _add_sizes(parser: argparse.ArgumentParser, repeats: int) -> None:
@@ -191,7 +196,12 @@ def _demo(options: argparse.Namespace) -> dict[str, Any]:
 def _explain(options: argparse.Namespace) -> dict[str, Any]:
     each = [Settings(pattern=options.pattern, microbatches=1, tokens=tokens, dim=64) for tokens in options.tokens]
     with one_rank_group() as group:
-        config = fxo.OverlapConfig(options.pattern, schedule=options.schedule, delay_wgrad=not options.no_delay_wgrad)
+        config = fxo.OverlapConfig(
+            options.pattern,
+            schedule=options.schedule,
+            delay_wgrad=not options.no_delay_wgrad,
+            recompute=options.recompute,
+        )
         overlapped = fxo.transform(each[0].model(group), config)
         overlapped.step([batch for settings in each for batch in settings.batches(0)])
         golden, report = overlapped.golden(), overlapped.report()

@@ -25,7 +25,7 @@ Raises UnsupportedError as `regions` does.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     joint = replace(chunk.joint, exchanges=(*chunk.joint.exchanges, *replay.exchanges()))
     _drop_unread(joint, keys)
     nodes = make_nodes(joint, keys, _key_order(chunk, keys))
-    return replace(chunk, joint=joint, nodes=nodes, replays=tuple(_one_at_a_time(nodes, chunk.layers, found, keys)))
+    return replace(chunk, joint=joint, nodes=nodes, replays=tuple(one_at_a_time(nodes, chunk.layers, _ends(found, keys))))
 
 
 recompute.stage = "chunk"  # type: ignore[attr-defined]
@@ -277,24 +277,32 @@ def _key_order(chunk: ChunkGraph, keys: Assignment) -> list[Key]:
     return found
 
 
-def _one_at_a_time(
-    nodes: Sequence[ScheduleNode], layers: int, found: Sequence[Region], keys: Assignment
-) -> Iterator[tuple[str, str]]:
-    """`ChunkGraph.replays`."""
-    end: dict[int, int] = {}  # of the layers that are replayed together, the last
+def _ends(found: Sequence[Region], keys: Assignment) -> dict[int, int]:
+    """For each layer that is replayed, the last of the layers that are replayed with it."""
+    end: dict[int, int] = {}
     for region in found:
         own = {layer for op in region.ops if op in keys and (layer := keys[op][0]) is not None}
         end.update((layer, max(end.get(layer, layer), *own)) for layer in own)
+    return end
+
+
+def one_at_a_time(nodes: Sequence[ScheduleNode], layers: int, end: Mapping[int, int]) -> Iterator[tuple[str, str]]:
+    """`ChunkGraph.replays` of nodes.
+
+    Args:
+        nodes: of a chunk.
+        layers: how many logical layers it has.
+        end: for each layer that is replayed, the last of the layers that are replayed with it.
+    """
     backward: dict[int | None, list[ScheduleNode]] = {}
     for node in nodes:
         if node.phase in (Phase.B, Phase.W) and node.slot is not Slot.PRE_PROCESS:
             backward.setdefault(None if node.layer is None else end.get(node.layer, node.layer), []).append(node)
-    again = [node for node in nodes if node.phase is Phase.R]
+    again = [node for node in nodes if node.phase is Phase.R and node.layer is not None]
     made_by = {value: node for node in again for value in node.writes}
     exchanging = {end[node.layer] for node in again if node.lane is Lane.COMM and node.layer is not None}
     for node in again:
-        if node.layer is None:
-            continue
+        assert node.layer is not None
         last = end[node.layer]
         behind = end.get(last + 1, last + 1) if last + 1 < layers else None
         sources = [made_by[value] for value in node.reads if value in made_by]

@@ -258,6 +258,8 @@ def _warnings(
             "early_release=True has no effect: there is no layer whose pre_dispatch.B runs beside experts.F of another "
             "microbatch, or the schedule is sequential or a policy of your own."
         )
+    if config.recompute is not None and not any(node.phase is Phase.R for node in chunk.nodes):
+        warnings.append("recompute has no effect: the backward reads nothing that could be computed again.")
     if not any(node.lane is Lane.COMM for node in chunk.nodes):
         warnings.append("No exchange was found in the model, so there is no communication to hide.")
     return tuple(warnings)
