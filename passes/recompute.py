@@ -66,7 +66,8 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     joint = replace(chunk.joint, exchanges=(*chunk.joint.exchanges, *replay.exchanges()))
     _drop_unread(joint, keys)
     nodes = make_nodes(joint, keys, _key_order(chunk, keys))
-    return replace(chunk, joint=joint, nodes=nodes, replays=tuple(one_at_a_time(nodes, chunk.layers, _ends(found, keys))))
+    replays = one_at_a_time(nodes, chunk.layers, _ends(found, keys))
+    return replace(chunk, joint=joint, nodes=nodes, replays=tuple(replays))
 
 
 recompute.stage = "chunk"  # type: ignore[attr-defined]
