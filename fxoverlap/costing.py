@@ -51,7 +51,7 @@ def structure_of(chunk: ChunkGraph) -> str:
         sources = dict.fromkeys(made_by[value] for value in read if value in made_by)
         group = f" group {number[groups[node.name]]}" if node.name in groups else ""
         lines.append(f"{node.name} {node.lane.value}{group}: {' '.join(sources)}")
-    lines += [f"{earlier} before {later}" for earlier, later in chunk.effects]
+    lines += [f"{earlier} before {later}" for earlier, later in (*chunk.effects, *chunk.replays)]
     lines += [str(edge) for kind in ("FF", "BB") for edge in edges_between(chunk, chunk, kind)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, Slot, nodes_of
+from fxoverlap.schedule.limits import LADDER, Limits, limit_edges
 from fxoverlap.schedule.pairs import edges_between
 from fxoverlap.schedule.rounds import kind_of
 from fxoverlap.schedule.search import search
@@ -20,6 +21,8 @@ from fxoverlap.schedule.tasks import Edge, tasks_of
 
 _EQUAL = 1e-9
 """Makespans that differ by less are sums of the same times."""
+
+NO_LIMITS = LADDER[0]
 
 Order = list[tuple[ScheduleNode, str]]
 
@@ -92,16 +95,28 @@ def _pair(issue: _Issue, i: int | None, j: int | None, covers: bool, early_relea
     issue.f(i, Slot.POST_COMBINE)
 
 
-def auto(f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig) -> Order:
+def auto(
+    f: ChunkGraph | None,
+    b: ChunkGraph | None,
+    costs: CostTable,
+    config: OverlapConfig,
+    limits: Limits = NO_LIMITS,
+) -> Order:
     """The order that takes the least time under the costs: the best that a search finds, or one of the other policies.
 
-    So it is never worse than `megatron` and `sequential` on the machine that the costs are for.
+    So it is never worse than `megatron` and `sequential` on the machine that the costs are for. Limits, which a memory
+    budget asks for, leave out `megatron`, or both other ways than `sequential`.
     """
+    one_by_one = sequential(f, b, costs, config)
+    if not limits.beside:
+        return one_by_one
     chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
     release = early_release_edges(f, b) if config.early_release and f is not None and b is not None else []
-    edges = [(("B", first), ("F", then)) for first, then in release]
-    fixed = [policy(f, b, costs, config) for policy in (megatron, sequential)]
-    return _fastest([_searched(chunks, costs, edges), *fixed], chunks, costs)
+    edges = [*((("B", first), ("F", then)) for first, then in release), *limit_edges(limits, chunks)]
+    orders = [_searched(chunks, costs, edges), one_by_one]
+    if limits.delay is None and limits.lead is None:
+        orders.insert(1, megatron(f, b, costs, config))
+    return _fastest(orders, chunks, costs)
 
 
 def pair(chunks: Mapping[str, ChunkGraph], costs: CostTable, config: OverlapConfig, kind: str) -> Order:
