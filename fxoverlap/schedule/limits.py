@@ -1,4 +1,4 @@
-"""How far nodes of a plan may run ahead of what frees memory: what `"auto"` gives up, step by step, to stay in a budget.
+"""How far nodes of a plan may run ahead of what frees memory: what `"auto"` gives up, bit by bit, to stay in a budget.
 
 A *limit* is a set of edges that a search has to keep besides those of the values. Limits stand in a ladder, from none
 to one microbatch after the other, which takes the least memory that an order can; each takes about as much memory as
