@@ -56,10 +56,10 @@ def limit_edges(limits: Limits, chunks: Mapping[str, ChunkGraph]) -> Iterator[Ed
 
 
 def _delay_edges(chunk: ChunkGraph, delay: int) -> Iterator[tuple[str, str]]:
-    """(W node, node of B or R that follows it)."""
+    """(W node, B node that follows it)."""
     places = _by_place(nodes_of("B", chunk), chunk.layers)
     for place, nodes in places.items():
-        first = [node for node in places.get(place + 1 + delay, ()) if node.phase in (Phase.B, Phase.R)][:1]
+        first = [node for node in places.get(place + 1 + delay, ()) if node.phase is Phase.B][:1]
         yield from ((node.name, each.name) for node in nodes if node.phase is Phase.W for each in first)
 
 
