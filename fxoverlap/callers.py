@@ -21,12 +21,23 @@ class Place:
     fqn: str | None = None
 
 
-class _Trail:
+class Trail:
     """The calls of submodules that are under way while tracing, each as `fqn#number of the call`."""
 
     def __init__(self) -> None:
         self._under_way: list[str] = []
         self._count: Counter[str] = Counter()
+        self._checkpoints: Counter[str] = Counter()
+
+    @property
+    def innermost(self) -> str:
+        """FQN of the module whose forward runs."""
+        return self._under_way[-1].rpartition("#")[0]
+
+    def count_checkpoint(self, what: str) -> int:
+        """How many checkpoints this forward of the model has begun under a name before."""
+        self._checkpoints[what] += 1
+        return self._checkpoints[what] - 1
 
     def __str__(self) -> str:
         return "\n".join(self._under_way)
@@ -38,6 +49,7 @@ class _Trail:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._under_way:  # the tracer runs the model several times
                 self._count.clear()
+                self._checkpoints.clear()
             self._under_way.append(f"{fqn}#{self._count[fqn]}")
             self._count[fqn] += 1
             try:
@@ -49,9 +61,9 @@ class _Trail:
 
 
 @contextlib.contextmanager
-def annotated(model: nn.Module, place: Place) -> Iterator[None]:
+def annotated(model: nn.Module, place: Place) -> Iterator[Trail]:
     """Let every op that a submodule's forward runs carry the submodule's FQN and the calls that led to it."""
-    wrapped, trail = [], _Trail()
+    wrapped, trail = [], Trail()
     try:
         for fqn, module in model.named_modules():
             had = module.__dict__.get("forward", _MISSING)
@@ -59,7 +71,7 @@ def annotated(model: nn.Module, place: Place) -> Iterator[None]:
             forward = compat.annotated(module.forward, "fqn", functools.partial(str, fqn))
             forward = compat.annotated(forward, "calls", functools.partial(str, trail))
             module.forward = _note_failure(trail.followed(forward, fqn), fqn, place)
-        yield
+        yield trail
     finally:
         for module, had in wrapped:
             if had is _MISSING:
@@ -69,6 +81,7 @@ def annotated(model: nn.Module, place: Place) -> Iterator[None]:
 
 
 def _note_failure(forward: Callable[..., Any], fqn: str, place: Place) -> Callable[..., Any]:
+    @functools.wraps(forward)
     def noted(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)

@@ -8,7 +8,8 @@ Out: a `Capture`: the graph, each op tagged with its phase and module FQN, the m
 
 Steps:
 1. Register each Parameter and buffer object once, whatever the number of its names, on a wrapper module.
-2. Annotate each submodule's forward with its FQN while tracing; restore every module's `__dict__` afterwards.
+2. Annotate each submodule's forward with its FQN while tracing, and each `torch.utils.checkpoint` call with its
+   region; restore every module's `__dict__` afterwards.
 3. Export the joint graph; read its descriptors.
 
 Raises CaptureError when the forward cannot be traced and UnsupportedError when what was traced cannot be used. The
@@ -38,13 +39,16 @@ from fxoverlap.refusals import (
     refuse_carried_state,
     refuse_checkpoint,
     refuse_effects,
+    refuse_gradients_in_parts,
     refuse_hidden_state,
     refuse_other_roundings,
+    refuse_regions,
     refuse_sparse_gradients,
     refuse_weights_cast_twice,
     refuse_what_cannot_be_traced,
     refuse_write,
 )
+from fxoverlap.regions import Regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,10 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     place = Place()
     with contextlib.ExitStack() as stack:
         # First, so that the annotations are among what is restored before forward is traced a second time.
-        stack.enter_context(annotated(model, place))
+        trail = stack.enter_context(annotated(model, place))
         before = stack.enter_context(restored(model))
-        stack.enter_context(compat.checkpoint_replaced(refuse_checkpoint))
+        regions = Regions(model, trail)
+        stack.enter_context(compat.checkpoint_replaced(regions, refuse_checkpoint))
         autocast = stack.enter_context(compat.autocast_seen())
         chunk = _Chunk(model, parts.values, parts.spec, leaves, before)
         try:
@@ -124,6 +129,8 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     refuse_hidden_state(joint, chunk.registered())
     refuse_carried_state(joint, before)
     refuse_sparse_gradients(joint)
+    refuse_gradients_in_parts(joint, regions.reentrant)
+    refuse_regions(joint)
     born = tuple(fqn for fqn in chunk.replaced.values() if fqn not in chunk.buffer_names)
     assigned = tuple(name for name in before.changed if name not in born)
     return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, born, assigned)
@@ -327,4 +334,7 @@ def _tag(node: fx.Node) -> OpTag:
     # Autograd attributes the sums of several gradients to whichever module came last; they have no module.
     fqn = None if compat.is_gradient_accumulation(node) else compat.annotation(node, "fqn")
     calls = compat.annotation(node, "calls") if fqn is not None else None
-    return OpTag(phase, fqn, calls=tuple(calls.split("\n")) if calls else ())
+    # The backward's ops carry what those of the forward do.
+    region = compat.annotation(node, "region") if phase is Phase.F else None
+    keep = region is not None and compat.is_kept(node)
+    return OpTag(phase, fqn, calls=tuple(calls.split("\n")) if calls else (), region=region, keep=keep)

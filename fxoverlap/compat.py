@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import itertools
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -37,10 +40,12 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.graph import CodeGen
-from torch.fx.traceback import annotate_fn, preserve_node_meta
+from torch.fx.traceback import annotate, annotate_fn, preserve_node_meta
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SUPPORTED_TORCH = ((2, 11), (2, 14))
 
@@ -265,26 +270,6 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
 
 
 @contextlib.contextmanager
-def checkpoint_replaced(replacement: Callable[..., Any]) -> Iterator[None]:
-    """Call `replacement` where `torch.utils.checkpoint.checkpoint` would begin a region, however it was imported."""
-    module: Any = torch.utils.checkpoint
-    # The second name is that of torch 2.14.
-    names = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
-    generators = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    apply = module.CheckpointFunction.apply
-    for name in generators:
-        setattr(module, name, replacement)
-    module.CheckpointFunction.apply = replacement
-    try:
-        yield
-    finally:
-        for name, generator in generators.items():
-            setattr(module, name, generator)
-        del module.CheckpointFunction.apply
-        assert module.CheckpointFunction.apply == apply
-
-
-@contextlib.contextmanager
 def autocast_seen() -> Iterator[set[torch.dtype]]:
     """Fill the yielded set with the dtypes to which autocast casts weights once a block, whatever their uses.
 
@@ -376,6 +361,107 @@ def _output(desc: Any) -> tuple[str, Any]:
 def rename(node: fx.Node, name: str) -> None:
     """Give a node another name, made into an identifier that is unique in its graph."""
     node._rename(re.sub(r"\W+", "_", name).strip("_"))
+
+
+# --- activation checkpointing (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------
+
+
+Checkpoint = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, "Callable[[], Any] | None"], Any]
+"""(function, args, kwargs, whether reentrant, the context_fn that was given) -> what the function returns."""
+
+_checkpoint: Any = inspect.unwrap(torch.utils.checkpoint.checkpoint)
+
+
+@contextlib.contextmanager
+def checkpoint_replaced(replacement: Checkpoint, refuse: Callable[..., Any]) -> Iterator[None]:
+    """Call `replacement` where `torch.utils.checkpoint.checkpoint` is called, however it was imported.
+
+    What begins a region below that function, as torch's composable API does, calls `refuse` instead.
+    """
+    module: Any = torch.utils.checkpoint
+    composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    parameters = inspect.signature(_checkpoint).parameters.values()
+    options = {"preserve_rng_state"} | {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+    def begin(
+        function: Any, args: Any, kwargs: Any, *, use_reentrant: Any = None, context_fn: Any = None, **_: Any
+    ) -> Any:
+        given = None if context_fn is module.noop_context_fn else context_fn
+        return replacement(function, args, kwargs, use_reentrant is None or use_reentrant, given)
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = {name: kwargs.pop(name) for name in options & kwargs.keys()}
+        return begin(function, args, kwargs, **chosen)
+
+    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        return replacement(function, args, {}, True, None)
+
+    with contextlib.ExitStack() as stack:
+
+        def put(target: Any, name: str, value: Any) -> None:
+            if target is _checkpoint or hasattr(target, name):
+                stack.enter_context(mock.patch.object(target, name, value, create=True))
+
+        if hasattr(module, "_checkpoint_impl"):
+            put(module, "_checkpoint_impl", begin)
+        else:
+            # Where the decorator that keeps Dynamo out of `checkpoint` has what it calls.
+            put(_checkpoint, "__dynamo_disable", call)
+        put(module.CheckpointFunction, "apply", apply)
+        for owner in (module, composable):
+            # The second name is that of torch 2.14.
+            put(owner, "_checkpoint_without_reentrant_generator", refuse)
+            put(owner, "_checkpoint_without_reentrant_generator_impl", refuse)
+        yield
+
+
+def policy_of(contexts: Any) -> Callable[..., Any] | None:
+    """The policy of what `create_selective_checkpoint_contexts` made, None for anything else."""
+    module: Any = torch.utils.checkpoint
+    kinds = [module._CachingTorchDispatchMode, module._CachedTorchDispatchMode]
+    return contexts[0].policy_fn if [type(each) for each in contexts] == kinds else None
+
+
+class PolicyNoted(TorchDispatchMode):
+    """Ask a selective checkpoint's policy about each op, as torch does, and note which results it saves (`is_kept`)."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, policy: Callable[..., Any]) -> None:
+        super().__init__()
+        self.policy = policy
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's own mode has it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in torch.utils.checkpoint.SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        tracer: Any = get_proxy_mode()
+        nodes = tracer.tracer.graph.nodes if tracer is not None else ()
+        before = len(nodes)
+        result = func(*args, **kwargs)
+        context: Any = torch.utils.checkpoint.SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = result  # which torch 2.11 has not
+        answer = self.policy(context, func, *args, **kwargs)
+        saves = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE, torch.utils.checkpoint.CheckpointPolicy.PREFER_SAVE
+        if answer is True or answer in saves:
+            for node in itertools.islice(reversed(nodes), len(nodes) - before):
+                node.meta["custom"] = {**node.meta.get("custom", {}), "keep": "policy"}
+        return result
+
+
+def is_kept(node: fx.Node) -> bool:
+    """Whether a policy saves what this node of a forward makes."""
+    return annotation(node, "keep") is not None
+
+
+def annotating(key: str, value: str) -> contextlib.AbstractContextManager[Any]:
+    """Every node that is traced in the block carries `{key: value}`."""
+    return annotate({key: value})
 
 
 # --- execution (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------

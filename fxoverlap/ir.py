@@ -101,12 +101,18 @@ class OpTag:
         layer: index of the physical layer; None outside the layers.
         calls: the calls of modules that were under way, outermost first, each as `fqn#number of the call`; empty where
             only `fqn` is known.
+        region: F only: the `torch.utils.checkpoint` call of the user's that ran the op, as `fqn#number of the call`;
+            None outside of them. `fqn` is that of the module that is checkpointed, or, where a function is, of the
+            module that calls it; "(model)" for the model itself.
+        keep: the policy of a selective checkpoint saves what the op makes; of a launch, what it brings.
     """
 
     phase: Phase
     fqn: str | None
     layer: int | None = None
     calls: tuple[str, ...] = ()
+    region: str | None = None
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)

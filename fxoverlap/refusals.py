@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from fxoverlap import compat
 from fxoverlap.aside import Before
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import CaptureError, UnsupportedError
-from fxoverlap.ir import InputKind, JointGraph
+from fxoverlap.ir import META, InputKind, JointGraph, Phase
 from fxoverlap.microbatch import Leaves, Microbatch
 
 
@@ -117,11 +117,41 @@ def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> Non
 
 
 def refuse_checkpoint(*args: Any, **kwargs: Any) -> None:
-    """Stand in for `torch.utils.checkpoint`."""
+    """Stand in for what `torch.utils.checkpoint` and the composable API share."""
     raise UnsupportedError(
-        "The model calls torch.utils.checkpoint, which tracing would drop without a trace; this version of fxoverlap "
-        "cannot recompute yet. Switch activation checkpointing off for the overlapped model."
+        "The model checkpoints activations by torch.distributed._composable, which tracing cannot see. "
+        "Call torch.utils.checkpoint in forward, or use checkpoint_wrapper."
     )
+
+
+def refuse_regions(joint: JointGraph) -> None:
+    """Raise UnsupportedError for regions of `torch.utils.checkpoint`."""
+    for node in joint.module.graph.find_nodes(op="call_function"):
+        region = node.meta[META].region
+        if region is not None:
+            raise UnsupportedError(
+                f"The model calls torch.utils.checkpoint ({region}), and this version of fxoverlap cannot replay it "
+                f"yet. Switch activation checkpointing off for the overlapped model."
+            )
+
+
+def refuse_gradients_in_parts(joint: JointGraph, reentrant: Set[str]) -> None:
+    """Raise UnsupportedError for a parameter that a reentrant checkpoint and something else read.
+
+    A reentrant checkpoint runs a backward of its own inside the backward, so that eager adds such a parameter's
+    gradient to `.grad` in parts and not their sum, and its hooks run more than once.
+    """
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    names = {each.value: each.name for each in joint.inputs}
+    for _, target in joint.gradients:
+        tags = [user.meta[META] for user in nodes[target].users if user.op == "call_function"]
+        places = {tag.region for tag in tags if tag.phase is Phase.F}
+        if len(places) > 1 and places & reentrant:
+            said = " and ".join(sorted(each or "outside of all checkpoints" for each in places))
+            raise UnsupportedError(
+                f"{names[target]} is read in {said}, and a checkpoint with use_reentrant=True adds its gradient to "
+                f".grad by itself, which rounds otherwise than one sum. Use use_reentrant=False."
+            )
 
 
 def refuse_effects(graph: fx.Graph) -> None:
