@@ -28,6 +28,7 @@ from torch import fx, nn
 from fxoverlap import compat
 from fxoverlap.aside import Before, Draws, Watch, draws_kept, restored
 from fxoverlap.callers import Place, annotated
+from fxoverlap.checkpoints import Checkpoints
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import CaptureError, UnsupportedError
 from fxoverlap.ir import META, GraphInput, InputKind, JointGraph, OpTag, Phase
@@ -42,13 +43,11 @@ from fxoverlap.refusals import (
     refuse_gradients_in_parts,
     refuse_hidden_state,
     refuse_other_roundings,
-    refuse_regions,
     refuse_sparse_gradients,
     refuse_weights_cast_twice,
     refuse_what_cannot_be_traced,
     refuse_write,
 )
-from fxoverlap.regions import Regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +107,8 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
         # First, so that the annotations are among what is restored before forward is traced a second time.
         trail = stack.enter_context(annotated(model, place))
         before = stack.enter_context(restored(model))
-        regions = Regions(model, trail)
-        stack.enter_context(compat.checkpoint_replaced(regions, refuse_checkpoint))
+        checkpoints = Checkpoints(model, trail)
+        stack.enter_context(compat.checkpoint_replaced(checkpoints, refuse_checkpoint))
         autocast = stack.enter_context(compat.autocast_seen())
         chunk = _Chunk(model, parts.values, parts.spec, leaves, before)
         try:
@@ -129,8 +128,7 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     refuse_hidden_state(joint, chunk.registered())
     refuse_carried_state(joint, before)
     refuse_sparse_gradients(joint)
-    refuse_gradients_in_parts(joint, regions.reentrant)
-    refuse_regions(joint)
+    refuse_gradients_in_parts(joint, checkpoints.reentrant)
     born = tuple(fqn for fqn in chunk.replaced.values() if fqn not in chunk.buffer_names)
     assigned = tuple(name for name in before.changed if name not in born)
     return Capture(joint, tuple(chunk.params), tuple(chunk.state_buffers), leaves, chunk.output, born, assigned)

@@ -124,17 +124,6 @@ def refuse_checkpoint(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def refuse_regions(joint: JointGraph) -> None:
-    """Raise UnsupportedError for regions of `torch.utils.checkpoint`."""
-    for node in joint.module.graph.find_nodes(op="call_function"):
-        region = node.meta[META].region
-        if region is not None:
-            raise UnsupportedError(
-                f"The model calls torch.utils.checkpoint ({region}), and this version of fxoverlap cannot replay it "
-                f"yet. Switch activation checkpointing off for the overlapped model."
-            )
-
-
 def refuse_gradients_in_parts(joint: JointGraph, reentrant: Set[str]) -> None:
     """Raise UnsupportedError for a parameter that a reentrant checkpoint and something else read.
 

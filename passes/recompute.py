@@ -8,8 +8,8 @@ Why behind `cut` and `wgrad`: a replay repeats nodes that are cut already, and o
 
 What a region keeps: results that are read outside it (its own output is one), numbers (split sizes are), token counts
 and the tensors that hold split sizes, results of ops with effects other than draws and exchanges (other collectives,
-writes), and what `Recompute.keep` names. What it reads from outside is kept too. Everything else between those and what
-B and W read is computed again: nothing else is.
+writes), and what `Recompute.keep` and the policies of selective checkpoints (`OpTag.keep`) name. What it reads from
+outside is kept too. Everything else between those and what B and W read is computed again: nothing else is.
 
 Draws: F takes a snapshot of the generator in front of the draw, R draws with it and leaves the generator as it was.
 Where only the shape of an input matters, as for a dropout's mask, R makes an empty tensor instead of that input.
@@ -64,9 +64,10 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     for region in found:
         replay.add(region)
     joint = replace(chunk.joint, exchanges=(*chunk.joint.exchanges, *replay.exchanges()))
+    ends = _ends(found, keys)
     _drop_unread(joint, keys)
     nodes = make_nodes(joint, keys, _key_order(chunk, keys))
-    replays = one_at_a_time(nodes, chunk.layers, _ends(found, keys))
+    replays = one_at_a_time(nodes, chunk.layers, ends)
     return replace(chunk, joint=joint, nodes=nodes, replays=tuple(replays))
 
 
@@ -86,7 +87,7 @@ class _Replay:
 
     def add(self, region: Region) -> None:
         """Replay one region."""
-        layers = {self._keys[op][0] for op in region.ops}
+        layers = {_layer(*self._keys[op]) for op in region.ops}
         saved = self._saved(region, layers)
         wanted: set[fx.Node] = set()
         readers: dict[fx.Node, list[fx.Node]] = {}
@@ -142,7 +143,7 @@ class _Replay:
             return True
         for user in op.users:
             key = self._keys.get(user)
-            if key is not None and (user not in members if key[2] is Phase.F else key[0] not in layers):
+            if key is not None and (user not in members if key[2] is Phase.F else _layer(*key) not in layers):
                 return True
         return False
 
@@ -212,6 +213,11 @@ class _Replay:
         return state
 
 
+def _layer(layer: int | None, slot: Slot, *_: Phase) -> int | None:
+    """The layer that a node's backward goes with: that of what precedes the layers goes with the first of them."""
+    return 0 if slot is Slot.PRE_PROCESS else layer
+
+
 def _first_tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else value[0]
 
@@ -244,7 +250,7 @@ def _kept(joint: JointGraph, keep: Sequence[str]) -> set[fx.Node]:
     for op in op_facts.ops(joint.module.graph):
         has_effect = op_facts.has_effect(op) and not op_facts.is_random(op) and op not in again
         is_number = not isinstance(op.meta.get("val"), (torch.Tensor, tuple, list))
-        if has_effect or is_number or "unbacked_bindings" in op.meta:
+        if has_effect or is_number or "unbacked_bindings" in op.meta or op_facts.tag(op).keep:
             kept.add(op)
     return kept
 
@@ -279,11 +285,16 @@ def _key_order(chunk: ChunkGraph, keys: Assignment) -> list[Key]:
 
 
 def _ends(found: Sequence[Region], keys: Assignment) -> dict[int, int]:
-    """For each layer that is replayed, the last of the layers that are replayed with it."""
+    """For each layer that is replayed, the last of the layers that are replayed with it.
+
+    Regions that meet inside a layer are replayed together: their copies share nodes.
+    """
     end: dict[int, int] = {}
     for region in found:
-        own = {layer for op in region.ops if op in keys and (layer := keys[op][0]) is not None}
-        end.update((layer, max(end.get(layer, layer), *own)) for layer in own)
+        own = {layer for op in region.ops if (layer := _layer(*keys[op])) is not None}
+        joined = {end.get(layer, layer) for layer in own}
+        own.update(layer for layer in end if end[layer] in joined)
+        end.update(dict.fromkeys(own, max(joined, default=0)))
     return end
 
 
@@ -299,12 +310,10 @@ def one_at_a_time(nodes: Sequence[ScheduleNode], layers: int, end: Mapping[int, 
     for node in nodes:
         if node.phase in (Phase.B, Phase.W) and node.slot is not Slot.PRE_PROCESS:
             backward.setdefault(None if node.layer is None else end.get(node.layer, node.layer), []).append(node)
-    again = [node for node in nodes if node.phase is Phase.R and node.layer is not None]
+    again = {n: end[layer] for n in nodes if n.phase is Phase.R and (layer := _layer(n.layer, n.slot)) is not None}
     made_by = {value: node for node in again for value in node.writes}
-    exchanging = {end[node.layer] for node in again if node.lane is Lane.COMM and node.layer is not None}
-    for node in again:
-        assert node.layer is not None
-        last = end[node.layer]
+    exchanging = {last for node, last in again.items() if node.lane is Lane.COMM}
+    for node, last in again.items():
         behind = end.get(last + 1, last + 1) if last + 1 < layers else None
         sources = [made_by[value] for value in node.reads if value in made_by]
         follows = set() if sources else {Phase.B}

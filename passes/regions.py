@@ -1,11 +1,12 @@
 """Which ops of a chunk are computed again in the backward: a fact of the config and the model that `recompute` uses.
 
-In:  the keys of a chunk's ops (layer, slot, phase), and the config.
+In:  the keys of a chunk's ops (layer, slot, phase), their tags, and the config.
 Out: the regions, none of which shares an op with another.
 
 With "uniform" every `num_layers` logical layers are a region, a *segment*; the last may be shorter. With "block" each
 of the first `num_layers` logical layers is one. With "selective" each run of a module that a glob of `modules` matches
-is one; a glob matches as those of the layers do.
+is one; a glob matches as those of the layers do. Each call of `torch.utils.checkpoint` in the model is one too
+(`OpTag.region`), whatever the config.
 
 Raises UnsupportedError: there are no logical layers; a glob matches nothing that runs; regions overlap.
 """
@@ -42,11 +43,33 @@ def regions(joint: JointGraph, keys: Assignment, config: OverlapConfig) -> list[
     """The regions of a chunk in forward order."""
     ops = [op for op in op_facts.ops(joint.module.graph) if keys[op][2] is Phase.F]
     asked = config.recompute
-    if asked is None:
-        return []
-    if asked.method == "selective":
-        return _modules(ops, asked.modules)
-    return _segments(joint, ops, keys, asked)
+    found: list[Region] = []
+    if asked is not None:
+        found = _modules(ops, asked.modules) if asked.method == "selective" else _segments(joint, ops, keys, asked)
+    calls = _checkpoints(ops)
+    _refuse_shared_ops(found, calls)
+    rank = {op: i for i, op in enumerate(ops)}
+    return sorted([*found, *calls], key=lambda region: rank[region.ops[0]])
+
+
+def _checkpoints(ops: Iterable[fx.Node]) -> list[Region]:
+    members: dict[str, list[fx.Node]] = {}
+    for op in ops:
+        name = op_facts.tag(op).region
+        if name is not None:
+            members.setdefault(name, []).append(op)
+    return [Region(f"the torch.utils.checkpoint {name}", tuple(region)) for name, region in members.items()]
+
+
+def _refuse_shared_ops(found: Iterable[Region], calls: Iterable[Region]) -> None:
+    owner = {op: region.name for region in found for op in region.ops}
+    for call in calls:
+        name = next((owner[op] for op in call.ops if op in owner), None)
+        if name is not None:
+            raise UnsupportedError(
+                f"OverlapConfig.recompute: {name} and {call.name} in the model overlap, but what is computed again "
+                f"must not. Switch activation checkpointing off in the model, or leave these layers out of recompute."
+            )
 
 
 def _segments(joint: JointGraph, ops: Iterable[fx.Node], keys: Assignment, asked: Recompute) -> list[Region]:

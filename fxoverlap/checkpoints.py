@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from fxoverlap.callers import Trail
 from fxoverlap.errors import UnsupportedError
 
 
-class Regions:
+class Checkpoints:
     """Stands in for `torch.utils.checkpoint` (`compat.Checkpoint`).
 
     Attributes:
@@ -61,8 +60,8 @@ class Regions:
 
     def _name(self, function: Callable[..., Any]) -> str:
         module = _module_of(function)
-        fqn = self._fqns.get(module, self._trail.innermost) if module is not None else self._trail.innermost
-        fqn = fqn or "(model)"
+        fqn = self._fqns.get(module) if module is not None else None
+        fqn = (self._trail.innermost if fqn is None else fqn) or "(model)"
         return f"{fqn}#{self._trail.count_checkpoint(fqn)}"
 
     @contextlib.contextmanager
@@ -80,11 +79,13 @@ class Regions:
 
 
 def _module_of(function: Any) -> nn.Module | None:
-    """The module that a checkpointed function is, or is a method of."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = function if isinstance(function, nn.Module) else getattr(inspect.unwrap(function), "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
+    """The module that a checkpointed function is, or is a method of, under whatever wrappers."""
+    while function is not None and not isinstance(function, nn.Module):
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return owner
+        function = getattr(function, "func" if isinstance(function, functools.partial) else "__wrapped__", None)
+    return function
 
 
 def _noted_policy(
