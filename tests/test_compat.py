@@ -350,23 +350,6 @@ def test_descriptors_name_what_a_gradient_was_written_to() -> None:
     assert ("tangent of", ("buffer", "last")) in found
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_can_be_replaced_and_is_put_back(use_reentrant: bool) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    x = torch.ones(2, requires_grad=True)
-
-    class Seen(Exception):
-        pass
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        raise Seen
-
-    with compat.checkpoint_replaced(replacement), pytest.raises(Seen):
-        checkpoint(torch.sin, x, use_reentrant=use_reentrant)
-    assert torch.equal(checkpoint(torch.sin, x, use_reentrant=use_reentrant), x.sin())
-
-
 def test_rename_makes_unique_identifiers() -> None:
     graph = fx.Graph()
     first, second = graph.placeholder("a"), graph.placeholder("b")
