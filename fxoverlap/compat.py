@@ -484,6 +484,10 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
     return torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
 
 
+DispatchMode = TorchDispatchMode
+"""A mode that is told of every op of its thread, those below autograd too; torch documents it in a private module."""
+
+
 # --- trees (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
@@ -496,6 +500,11 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 def unflatten(leaves: list[Any], spec: Any) -> Any:
     """The nested structure that `flatten_with_path` took apart, with other leaves."""
     return pytree.tree_unflatten(leaves, spec)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a nested structure."""
+    return pytree.tree_leaves(tree)
 
 
 # --- modules and errors (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
@@ -543,6 +552,12 @@ def free_symbols(size: int | torch.SymInt) -> set[Any]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
+def symbol(value: Any) -> Any:
+    """The symbol that a traced number is; None if it is an expression of symbols, or no symbolic number."""
+    expr = value.node.expr if isinstance(value, torch.SymInt) else None
+    return expr if expr is not None and expr.is_Symbol else None
+
+
 def has_symbols(shape: torch.Size) -> bool:
     """Whether a shape is known only when the graph runs."""
     return any(isinstance(size, torch.SymInt) for size in shape)
@@ -550,10 +565,19 @@ def has_symbols(shape: torch.Size) -> bool:
 
 def size_hint(size: int | torch.SymInt, hints: Mapping[Any, int]) -> int:
     """A size with `hints` for its symbols, 1 for symbols without a hint."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    expr = size.node.expr
-    return int(expr.subs({symbol: hints.get(symbol, 1) for symbol in expr.free_symbols}))
+    return evaluate(expression(size), hints)
+
+
+def expression(size: int | torch.SymInt) -> Any:
+    """A size as what `evaluate` takes: a number, or an expression that can be compared and hashed."""
+    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+
+
+def evaluate(size: Any, numbers: Mapping[Any, int]) -> int:
+    """An expression with `numbers` for its symbols, 1 for symbols without one."""
+    if isinstance(size, int):
+        return size
+    return int(size.subs({symbol: numbers.get(symbol, 1) for symbol in size.free_symbols}))
 
 
 def check_data(condition: torch.Tensor, message: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from torch import fx
 
@@ -260,6 +261,81 @@ class CostTable(Mapping[str, NodeCost]):
         return len(self.nodes)
 
 
+Rows = Mapping[Any, int]
+"""Numbers for the symbols of a joint graph: how many rows the exchanges of one microbatch bring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A storage that one op of a node allocates.
+
+    Attributes:
+        storage: its name, as in `Memory`.
+        first: position of the op in the node.
+        last: position of the op behind which the node does not hold it any more; None if it is handed on.
+    """
+
+    storage: str
+    first: int
+    last: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What the ops of one node, whose arguments are boxed, do to memory.
+
+    Attributes:
+        made: what they allocate, in order.
+        reads: for each value of `ScheduleNode.reads`, the position of the op behind which the node does not hold it or
+            a view of it any more; None if a view of it is handed on.
+    """
+
+    made: tuple[Made, ...]
+    reads: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of one parameter or leaf.
+
+    Attributes:
+        value: what is its gradient.
+        target: the graph input that gets it.
+        bytes: of the target.
+        fits: whether it has the layout of its target and all of a storage, so that it may become the `.grad` itself.
+    """
+
+    value: str
+    target: GraphInput
+    bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the nodes of a chunk do to memory.
+
+    Attributes:
+        footprints: by node name.
+        storages: value -> name of the storage that it stands in; views share one. Numbers have none.
+        sizes: bytes by name of the storage, a number or an expression of symbols (`compat.evaluate`); 0 for inputs
+            that were there before the step.
+        begin: storages that a microbatch owns from its begin to its end: copies of buffers, and the loss's gradient.
+        gradients: in the order of the joint graph.
+        numbers: value -> the symbol that it is.
+        rows: numbers for symbols: "balanced"; "imbalanced", which is that with `OverlapConfig.imbalance`; and "worst",
+            with which all tokens come to this rank.
+    """
+
+    footprints: Mapping[str, Footprint]
+    storages: Mapping[str, str]
+    sizes: Mapping[str, Any]
+    begin: tuple[str, ...]
+    gradients: tuple[Gradient, ...]
+    numbers: Mapping[str, Any]
+    rows: Mapping[str, Rows]
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkGraph:
     """The schedule nodes of one microbatch.
@@ -270,8 +346,9 @@ class ChunkGraph:
         effects: (earlier, later) names of nodes whose random draws or buffer accesses must keep their order.
         layers: number of logical layers.
         costs: by node name (after the pass `bytes`), without times.
-        buffers: (name of the storage, its bytes at balanced routing) of each value that an op makes and another node
-            reads (after the pass `bytes`); views share a storage.
+        buffers: in a synthetic graph, (name of the storage, its bytes) of each value that a node makes and another node
+            reads; views share a storage.
+        memory: what the ops of the nodes do to memory (after the pass `memory`).
         modules: by node name, the node's ops as a module with boxed arguments; structurally identical nodes share one
             (after the pass `extract`).
         acting: names of the nodes with random draws, writes, or collectives that are no exchanges, in the order that
@@ -287,6 +364,7 @@ class ChunkGraph:
     layers: int = 0
     costs: Mapping[str, NodeCost] = field(default_factory=dict)
     buffers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    memory: Memory | None = None
     modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     acting: tuple[str, ...] = ()
     replays: tuple[tuple[str, str], ...] = ()

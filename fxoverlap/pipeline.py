@@ -32,6 +32,7 @@ from fxoverlap.passes.fuse import fuse
 from fxoverlap.passes.lanes import lanes
 from fxoverlap.passes.layers import layers
 from fxoverlap.passes.lifetime import lifetime
+from fxoverlap.passes.memory import memory
 from fxoverlap.passes.partition import partition
 from fxoverlap.passes.recompute import recompute
 from fxoverlap.passes.simplify import simplify
@@ -42,7 +43,7 @@ from fxoverlap.passes.wgrad import wgrad
 Pass = Callable[[Any, OverlapConfig], Any]
 
 JOINT_PASSES: tuple[Pass, ...] = (simplify, exchanges, layers, partition, split)
-CHUNK_PASSES: tuple[Pass, ...] = (cut, wgrad, recompute, bytes, extract)
+CHUNK_PASSES: tuple[Pass, ...] = (cut, wgrad, recompute, bytes, memory, extract)
 PLAN_PASSES: tuple[Pass, ...] = (fuse, lanes, lifetime)
 
 

@@ -2,8 +2,7 @@
 
 In:  ChunkGraph.
 Out: the same graph with `costs` filled in: floating point operations, bytes read and written, bytes sent to other
-     ranks, and bytes that come to life and die with the node when one microbatch runs alone; and with the `buffers`
-     that values stand in.
+     ranks, and bytes that come to life and die with the node when one microbatch runs alone.
 
 Aliases count once: a value is accounted to the op or input that allocated its storage.
 """
@@ -15,16 +14,14 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, Lane, NodeCost, ScheduleNode
 from fxoverlap.passes import op_facts
-from fxoverlap.passes.exchanges import group_name
-from fxoverlap.passes.sizes import Sizes
+from fxoverlap.passes.sizes import Sizes, ranks_of
 
 
 def bytes(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
-    """Fill in `ChunkGraph.costs` and `ChunkGraph.buffers`."""
+    """Fill in `ChunkGraph.costs`."""
     del config
     if chunk.joint is None:
         return chunk
@@ -49,11 +46,9 @@ def bytes(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
             bytes_sent=_sent(node, by_name, sizes),
             allocated=sum(sizes.of(root) for root in made),
             freed=sum(sizes.of(root) for root in dying.get(node.name, ())),
-            ranks=_ranks(node, by_name),
+            ranks=ranks_of(by_name[node.ops[0]]) if node.lane is Lane.COMM else 1,
         )
-    roots = {value: op_facts.storage_root(by_name[value]) for node in chunk.nodes for value in node.writes}
-    buffers = {value: (root.name, sizes.of(root)) for value, root in roots.items() if op_facts.is_op(root)}
-    return replace(chunk, costs=costs, buffers=buffers)
+    return replace(chunk, costs=costs)
 
 
 bytes.stage = "chunk"  # type: ignore[attr-defined]
@@ -72,11 +67,3 @@ def _sent(node: ScheduleNode, by_name: dict[str, fx.Node], sizes: Sizes) -> int:
         return 0
     launched = [by_name[op].args[0] for op in node.ops]
     return sum(sizes.of(source) for source in launched if isinstance(source, fx.Node))
-
-
-def _ranks(node: ScheduleNode, by_name: dict[str, fx.Node]) -> int:
-    """Ranks of the group that a comm node launches on; 1 for a group that this process does not have."""
-    if node.lane is not Lane.COMM:
-        return 1
-    name = group_name(by_name[node.ops[0]])
-    return compat.process_group(name).size() if name in compat.group_names() else 1

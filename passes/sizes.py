@@ -7,7 +7,6 @@ taken to be as many as it sends: balanced routing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import fxoverlap.ops  # noqa: F401  (defines the ops whose formulas stand here)
 from fxoverlap import compat
-from fxoverlap.ir import JointGraph
+from fxoverlap.ir import JointGraph, Role, Rows
+from fxoverlap.passes.exchanges import group_name
 
 # Formulas for ops that torch has none for. Multiply-adds count twice, as in torch's own.
 
@@ -49,7 +49,7 @@ class Sizes:
     """Sizes of one joint graph."""
 
     def __init__(self, joint: JointGraph) -> None:
-        self._hints = _balanced(joint)
+        self._hints = rows(joint)
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The shape, with balanced numbers for symbols."""
@@ -99,15 +99,26 @@ def _packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", None)
 
 
-def _balanced(joint: JointGraph) -> Mapping[Any, int]:
-    """A number for each symbol: an exchange brings as many rows as it sends."""
+def rows(joint: JointGraph, factor: float = 1.0) -> Rows:
+    """A number for each symbol: a dispatch brings as many rows as it sends, or `factor` times as many; a combine brings
+    back as many as its dispatch has sent.
+
+    On a group of n ranks the factor is n at most, with which all tokens of all ranks come to this one.
+    """
     by_name = {node.name: node for node in joint.module.graph.nodes}
     hints: dict[Any, int] = {}
     for exchange in joint.exchanges:
         launch = by_name[exchange.launches[0]]
         rows_out, rows_in = launch.meta["val"].shape[0], launch.args[0].meta["val"].shape[0]
-        sent = compat.size_hint(rows_in, hints)
+        sent, most = compat.size_hint(rows_in, hints), min(factor, ranks_of(launch))
+        brought = round(sent * most if exchange.role is Role.DISPATCH else sent / most)
         symbols = compat.free_symbols(rows_out) - set(hints)
         for i, symbol in enumerate(sorted(symbols, key=str)):
-            hints[symbol] = sent // len(symbols) + (i < sent % len(symbols))
+            hints[symbol] = brought // len(symbols) + (i < brought % len(symbols))
     return hints
+
+
+def ranks_of(launch: fx.Node) -> int:
+    """Ranks of the group that an op launches on; 1 for a group that this process does not have."""
+    name = group_name(launch)
+    return compat.process_group(name).size() if name in compat.group_names() else 1

@@ -21,7 +21,7 @@ from fxoverlap.errors import ConfigError
 from fxoverlap.hardware import PRESETS, Hardware
 from fxoverlap.ir import ChunkGraph, CostTable, Lane, Phase, Round, Slot
 from fxoverlap.schedule import build_plan
-from fxoverlap.schedule.simulate import peak_bytes
+from fxoverlap.schedule.memory import peak_bytes
 
 DOCS = Path(__file__).parent.parent / "docs" / "simulate.md"
 H100 = PRESETS["h100"]

@@ -13,8 +13,8 @@ from toys import batches, toy, train_both
 import fxoverlap as fxo
 from fxoverlap.ir import ChunkGraph, Plan
 from fxoverlap.schedule import build_plan, rounds_with
+from fxoverlap.schedule.memory import peak_bytes
 from fxoverlap.schedule.policies import early_release_edges
-from fxoverlap.schedule.simulate import peak_bytes
 
 
 @functools.cache

@@ -24,7 +24,7 @@ import fxoverlap as fxo
 from fxoverlap import api
 from fxoverlap.runtime.state import MicrobatchState
 from fxoverlap.schedule import kind_of
-from fxoverlap.schedule.simulate import peak_bytes
+from fxoverlap.schedule.memory import peak_bytes
 
 PAIR = fxo.OverlapConfig(ramp="pair")
 

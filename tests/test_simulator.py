@@ -11,7 +11,8 @@ import pytest
 
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, NodeCost, Phase, Plan, Round, ScheduleNode, Slot
-from fxoverlap.schedule.simulate import Machine, Simulation, peak_bytes, simulate, simulate_plan
+from fxoverlap.schedule.memory import peak_bytes
+from fxoverlap.schedule.simulate import Machine, Simulation, simulate, simulate_plan
 from fxoverlap.schedule.tasks import lower_bound, tasks_of
 
 MS = 1e-3

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, Slot, nodes_of
 from fxoverlap.schedule.limits import LADDER, Limits, limit_edges
+from fxoverlap.schedule.memory import crossing_bytes
 from fxoverlap.schedule.pairs import edges_between
 from fxoverlap.schedule.rounds import kind_of
 from fxoverlap.schedule.search import search
@@ -164,15 +165,16 @@ def _searched(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterabl
 
 
 def _fastest(orders: Iterable[Order], chunks: Mapping[str, ChunkGraph], costs: CostTable) -> Order:
-    """The order with the least makespan, completed; of equal ones the one that holds the fewest bytes."""
+    """The order with the least makespan, completed; of equal ones the one with which the fewest bytes cross nodes."""
     found = []
     for each in orders:
         order = [*each, *unplaced(each, chunks)]
         plan = Plan(kind_of(chunks), chunks, tuple(Instance(node, mb) for node, mb in order), costs)
-        found.append((simulate_plan(plan), order))
-    least = min(run.makespan for run, _ in found)
-    equal = [(run.peak_bytes, i) for i, (run, _) in enumerate(found) if run.makespan <= least * (1 + _EQUAL)]
-    return found[min(equal)[1]][1]
+        found.append((simulate_plan(plan).makespan, plan, order))
+    least = min(makespan for makespan, _, _ in found)
+    equal = [i for i, (makespan, _, _) in enumerate(found) if makespan <= least * (1 + _EQUAL)]
+    # By costs and not by memory, because ranks agree on costs only.
+    return found[min(equal, key=lambda i: crossing_bytes(found[i][1]))][2]
 
 
 class _Issue:

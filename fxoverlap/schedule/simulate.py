@@ -12,8 +12,7 @@ The machine:
 - while exchanges run, the compute lane is slower: `comm_share` of it is theirs;
 - a node that reads token counts blocks the host until they have come.
 
-Ranks are taken to run alike. Memory is counted in the order of issue: a buffer is alive from the instance that makes
-it to the last one that reads it, and what an exchange sends until it is waited for.
+Ranks are taken to run alike. Memory is counted in the order of issue (`schedule.memory`).
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, Instance, Lane, Plan, Round, ScheduleNode, Slot
 from fxoverlap.schedule.intervals import common, length
+from fxoverlap.schedule.memory import peak_bytes
 
 Value = tuple[int, str]
 """(number of the microbatch, name of the value)."""
@@ -58,7 +58,7 @@ class Simulation:
         overlap_pct: share of the time in which token exchanges are in flight in which the compute lane runs nodes, in
             %; None without token exchanges. As in Holistic Trace Analysis, an exchange that the host has issued, but
             that still waits for what it sends, is not in flight.
-        peak_bytes: most bytes alive at one time, of values that cross from node to node.
+        peak_bytes: most bytes alive at one time, with exchanges that bring the imbalanced number of rows.
         timeline: every instance, in the order of issue.
     """
 
@@ -171,39 +171,6 @@ def groups_of(chunk: ChunkGraph) -> dict[str, str]:
     """Process group by name of the node that launches on it; one group for all in a synthetic graph."""
     groups = {launch: each.group for each in (chunk.joint.exchanges if chunk.joint else ()) for launch in each.launches}
     return {n.name: groups.get(n.ops[0], "") if n.ops else "" for n in chunk.nodes if n.lane is Lane.COMM}
-
-
-def peak_bytes(rounds: Sequence[Round]) -> int:
-    """Most bytes alive at one time, in the order of issue."""
-    made: list[tuple[int, Value, int]] = []
-    last: dict[Value, int] = {}
-    position = 0
-    for each in rounds:
-        waiting: dict[Value, list[Value]] = {}  # result of an exchange -> what it sends
-        for instance in each.plan.order:
-            buffers = each.plan.chunks[instance.mb].buffers
-            number = each.microbatches[instance.mb]
-            sent = [(number, buffers[value][0]) for value in instance.node.reads if value in buffers]
-            arrived = [buffer for value in instance.node.reads for buffer in waiting.pop((number, value), ())]
-            last.update(dict.fromkeys([*arrived, *sent], position))
-            for value in instance.node.writes:
-                if instance.node.lane is Lane.COMM:
-                    waiting[number, value] = sent
-                if value in buffers:
-                    name, size = buffers[value]
-                    if (number, name) not in last:
-                        made.append((position, (number, name), size))
-                    last[number, name] = position
-            position += 1
-    change = [0] * (position + 1)
-    for begin, buffer, size in made:
-        change[begin] += size
-        change[last[buffer] + 1] -= size
-    alive = peak = 0
-    for each_change in change:
-        alive += each_change
-        peak = max(peak, alive)
-    return peak
 
 
 def _simulation(slices: list[Slice], computed: float, issuing: float, peak: int) -> Simulation:
