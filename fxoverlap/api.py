@@ -23,7 +23,7 @@ from fxoverlap import compat
 from fxoverlap.capture import TensorLeaf
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
-from fxoverlap.ir import Plan, runs_forward
+from fxoverlap.ir import Plan, Round, runs_forward
 from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
 from fxoverlap.planner import Built, Planner, Variant, set_buffers
 from fxoverlap.report import Report, golden, make_report, write_timeline
@@ -172,8 +172,8 @@ class OverlappedModel(nn.Module):
                 raise step_error(error, progress, ready.groups, peers) from error
         self._last_failed = False
         if recorder is not None and self._profiling is not None:
-            plans = [built.fused.plan for built in ready.programs]
-            self._profiling.append(recorder.finish(plans, [each.structure for each in ready.variants]))
+            rounds = [Round(b.fused.plan, numbers) for b, numbers in zip(ready.programs, ready.rounds, strict=True)]
+            self._profiling.append(recorder.finish(rounds, [each.structure for each in ready.variants]))
         return result
 
     def _run(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fxoverlap.ir import Lane, Plan, Round
+from fxoverlap.runtime import StepProfile
+from fxoverlap.schedule.memory import peak_bytes, rows_that_occurred
 from fxoverlap.schedule.simulate import simulate, simulate_plan
 from fxoverlap.schedule.tasks import lower_bound, tasks_of
 
@@ -30,7 +32,15 @@ def of_step(rounds: Sequence[Round]) -> dict[str, Any]:
         "predicted_exposed_ms": run.exposed * 1e3,
         "predicted_overlap_pct": run.overlap_pct,
         "predicted_peak_bytes": run.peak_bytes,
+        "predicted_worst_bytes": peak_bytes(rounds, "worst"),
     }
+
+
+def of_profiled(step: StepProfile) -> int:
+    """Most bytes that are alive at one time in a step that has run, by the rows that its exchanges brought."""
+    chunks = {i: each.plan.chunks[mb] for each in step.rounds for mb, i in each.microbatches.items()}
+    rows = {i: rows_that_occurred(c.memory, step.numbers[i]) for i, c in chunks.items() if c.memory is not None}
+    return peak_bytes(step.rounds, rows)
 
 
 def shares(plan: Plan) -> tuple[float, float]:

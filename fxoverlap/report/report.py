@@ -10,7 +10,7 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, Phase, Plan, Round
 from fxoverlap.pipeline import PassRecord
 from fxoverlap.report.measured import figures, node_times
-from fxoverlap.report.predicted import of_plan, of_step
+from fxoverlap.report.predicted import of_plan, of_profiled, of_step
 from fxoverlap.report.reasons import covered, in_step, reasons
 from fxoverlap.runtime import StepProfile
 from fxoverlap.schedule.policies import early_release_edges
@@ -58,8 +58,11 @@ class Report:
         predicted_step_ms, predicted_exposed_ms, predicted_overlap_pct: of the last step, simulated: how long it takes,
             how long token exchanges are in flight without computing beside them, and the rest of that time in %. None
             before a step.
-        predicted_peak_bytes: most bytes of values that one node hands to another that are alive at one time in it.
+        predicted_peak_bytes: most bytes that are alive at one time in it beside what was there before it, if every
+            exchange to experts brings `OverlapConfig.imbalance` times the balanced number of rows (docs/memory.md).
+        predicted_worst_bytes: the same if all tokens of all ranks came to this one.
         profiled_steps: how many steps the measured figures are of.
+        profiled_peak_bytes: as predicted_peak_bytes, of the last of them with the rows that its exchanges brought.
         step_ms, comm_ms, exposed_ms, overlap_pct: the figures of the whole step.
         steady_ms, steady_comm_ms, steady_exposed_ms, steady_overlap_pct: of its programs but the first and the last,
             in which the forward of one microbatch runs beside the backward of another; None with one microbatch.
@@ -90,7 +93,9 @@ class Report:
     predicted_exposed_ms: float | None = None
     predicted_overlap_pct: float | None = None
     predicted_peak_bytes: int | None = None
+    predicted_worst_bytes: int | None = None
     profiled_steps: int = 0
+    profiled_peak_bytes: int | None = None
     step_ms: float | None = None
     comm_ms: float | None = None
     exposed_ms: float | None = None
@@ -139,11 +144,9 @@ class Report:
             step, exposed, overlap = map(
                 _number, (self.predicted_step_ms, self.predicted_exposed_ms, self.predicted_overlap_pct)
             )
-            megabytes = _number(None if self.predicted_peak_bytes is None else self.predicted_peak_bytes / 1e6)
-            lines.append(
-                f"last step: predicted {step} ms, exposed exchanges {exposed} ms, overlap {overlap} %, "
-                f"peak {megabytes} MB"
-            )
+            lines.append(f"last step: predicted {step} ms, exposed exchanges {exposed} ms, overlap {overlap} %")
+            peak, worst = (_megabytes(each) for each in (self.predicted_peak_bytes, self.predicted_worst_bytes))
+            lines.append(f"last step: predicted peak {peak} MB, {worst} MB if all tokens came to this rank")
         return lines
 
     def _measured_lines(self) -> list[str]:
@@ -177,6 +180,10 @@ def _hardware_text(of: Row) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _megabytes(value: int | None) -> str:
+    return _number(None if value is None else value / 1e6)
 
 
 def _plain(value: Any) -> Any:
@@ -229,6 +236,7 @@ def make_report(
         **of_plan(plan),
         **(of_step(rounds) if rounds else {}),
         profiled_steps=len(profiled),
+        profiled_peak_bytes=of_profiled(profiled[-1]) if profiled else None,
         **measured,
     )
 

@@ -12,7 +12,7 @@ of the wait counts if it comes first. Other collectives are in flight until the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter_ns, thread_time_ns
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fxoverlap import compat
-from fxoverlap.ir import Instance, Lane, Plan
+from fxoverlap.ir import Instance, Lane, Round
 from fxoverlap.ops.collectives import ALL_TO_ALL, EXCHANGE
 from fxoverlap.ops.exchange import checked_splits
 from fxoverlap.runtime import peers
@@ -107,12 +107,16 @@ class StepProfile:
         begin, end: of the step; captures and the agreement of the ranks come before.
         runs: every node instance, in the order in which they ran.
         structures: what is the same for chunk graphs of any lengths, one a microbatch.
+        rounds: what ran, in rounds.
+        numbers: the integers among the values of each microbatch's forward, by name of the value: rows and split sizes.
     """
 
     begin: int
     end: int
     runs: tuple[NodeRun, ...]
     structures: tuple[str, ...] = ()
+    rounds: tuple[Round, ...] = ()
+    numbers: tuple[Mapping[str, int], ...] = ()
 
 
 class Recorder:
@@ -122,6 +126,7 @@ class Recorder:
         self._begin = perf_counter_ns()
         self._program = -1
         self._runs: list[NodeRun] = []
+        self._numbers: dict[int, dict[str, int]] = {}
         self._flying: dict[int, Flight] = {}  # by storage of the result, which is alive until the wait
 
     def next_program(self) -> None:
@@ -139,6 +144,11 @@ class Recorder:
         run = self._runs[-1]
         run.processor += thread_time_ns()
         run.end = perf_counter_ns()
+
+    def note_numbers(self, microbatch: int, values: Mapping[str, Any]) -> None:
+        """Keep the integers among the results of a node."""
+        numbers = self._numbers.setdefault(microbatch, {})
+        numbers.update({name: value for name, value in values.items() if type(value) is int})
 
     def launch(self, op: Any, args: tuple[Any, ...]) -> Any:
         """Launch a functional collective for the node that runs."""
@@ -171,21 +181,17 @@ class Recorder:
         self._runs[-1].waits.append(Wait(begin, end, flight))
         return result
 
-    def finish(self, plans: Sequence[Plan], structures: Sequence[str]) -> StepProfile:
-        """The step is done.
-
-        Args:
-            plans: what ran, one a program.
-            structures: as in `StepProfile`.
-        """
+    def finish(self, rounds: Sequence[Round], structures: Sequence[str]) -> StepProfile:
+        """The step is done; arguments as in `StepProfile`."""
         end = perf_counter_ns()
         for flight in self._flying.values():
             flight.end = end if flight.seen is None else flight.seen  # nothing waits for it
         for run in self._runs:
-            chunk = plans[run.program].chunks[run.instance.mb]
+            chunk = rounds[run.program].plan.chunks[run.instance.mb]
             cost = chunk.costs.get(run.instance.node.name)
             run.flops = cost.flops if cost is not None else 0
-        return StepProfile(self._begin, end, tuple(self._runs), tuple(structures))
+        numbers = tuple(self._numbers.get(i, {}) for i in range(len(structures)))
+        return StepProfile(self._begin, end, tuple(self._runs), tuple(structures), tuple(rounds), numbers)
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("fxoverlap_recorder", default=None)
