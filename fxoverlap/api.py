@@ -173,7 +173,7 @@ class OverlappedModel(nn.Module):
         self._last_failed = False
         if recorder is not None and self._profiling is not None:
             rounds = [Round(b.fused.plan, numbers) for b, numbers in zip(ready.programs, ready.rounds, strict=True)]
-            self._profiling.append(recorder.finish(rounds, [each.structure for each in ready.variants]))
+            self._profiling.append(recorder.finish(rounds, [each.structure for each in ready.variants], outputs))
         return result
 
     def _run(

@@ -16,7 +16,7 @@ from typing import Any
 
 import fxoverlap as fxo
 from fxoverlap import demo
-from fxoverlap.benchmarks import models, overhead, rates, simulate, transform, two_hosts
+from fxoverlap.benchmarks import memory, models, overhead, rates, simulate, transform, two_hosts
 from fxoverlap.benchmarks.described import DISPATCHERS, Setup
 from fxoverlap.benchmarks.workload import Settings
 from fxoverlap.hardware import PRESETS as HARDWARE
@@ -88,20 +88,24 @@ def _parser() -> argparse.ArgumentParser:
 
     two = _add(benches, "two-hosts", _two_hosts, "two ranks joined by a slow link")
     two.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
-    _add_sizes(two, repeats=5)
-    _add_model_sizes(two)
+    _add_sizes(two, Settings())
+    _add_model_sizes(two, Settings())
     _add_recompute(two)
 
     sweep = _add(benches, "rates", _rates, "two ranks joined by links of several rates")
     several = ["250mbit", "500mbit", "1gbit", "2gbit", "4gbit"]
     sweep.add_argument("--rates", nargs="+", default=several, metavar="RATE", help="as tc writes them")
     sweep.add_argument("--plot", type=_file, nargs="+", default=[], metavar="PATH", help="files such as rates.svg")
-    _add_sizes(sweep, repeats=3)
-    _add_model_sizes(sweep)
+    _add_sizes(sweep, Settings(repeats=3))
+    _add_model_sizes(sweep, Settings())
 
     one = _add(benches, "overhead", _overhead, "one rank, nothing to hide")
     one.add_argument("--hidden", type=_count, nargs="+", default=[256, 64], metavar="WIDTH", help="of the model")
-    _add_sizes(one, repeats=9)
+    _add_sizes(one, Settings(repeats=9))
+
+    held = _add(benches, "memory", _memory, "peak live bytes of a step, predicted and measured on two ranks")
+    _add_sizes(held, memory.DEFAULT)
+    _add_model_sizes(held, memory.DEFAULT)
 
     depth = _add(benches, "transform", _transform, "time of the transformation itself")
     depth.add_argument("--layers", type=_count, default=16, help="physical layers, [*E] x half of it")
@@ -130,20 +134,19 @@ def _add_recompute(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", type=_recompute, metavar="METHOD:WHAT", help=about)
 
 
-def _add_sizes(parser: argparse.ArgumentParser, repeats: int) -> None:
-    _add_pattern(parser, "[*E][*E][*E][*E]")
-    parser.add_argument("--microbatches", type=_count, default=8, help="in a step")
-    parser.add_argument("--tokens", type=_count, default=512, help="in a microbatch")
-    parser.add_argument("--repeats", type=_count, default=repeats, help="of each whole step")
+def _add_sizes(parser: argparse.ArgumentParser, default: Settings) -> None:
+    _add_pattern(parser, default.pattern)
+    parser.add_argument("--microbatches", type=_count, default=default.microbatches, help="in a step")
+    parser.add_argument("--tokens", type=_count, default=default.tokens, help="in a microbatch")
+    parser.add_argument("--repeats", type=_count, default=default.repeats, help="of each whole step")
 
 
-def _add_model_sizes(parser: argparse.ArgumentParser) -> None:
-    standard = Settings()
-    parser.add_argument("--hidden", dest="dim", type=_count, default=standard.dim, help="width of the model")
-    parser.add_argument("--experts", type=_count, default=standard.experts, help="of a layer, on both ranks")
-    parser.add_argument("--expert-dim", type=_count, default=standard.expert_dim, help="inner width of an expert")
-    parser.add_argument("--top-k", type=_count, default=standard.top_k, help="experts that a token goes to")
-    parser.add_argument("--vocab", type=_count, default=standard.vocab, help="size of the vocabulary")
+def _add_model_sizes(parser: argparse.ArgumentParser, default: Settings) -> None:
+    parser.add_argument("--hidden", dest="dim", type=_count, default=default.dim, help="width of the model")
+    parser.add_argument("--experts", type=_count, default=default.experts, help="of a layer, on both ranks")
+    parser.add_argument("--expert-dim", type=_count, default=default.expert_dim, help="inner width of an expert")
+    parser.add_argument("--top-k", type=_count, default=default.top_k, help="experts that a token goes to")
+    parser.add_argument("--vocab", type=_count, default=default.vocab, help="size of the vocabulary")
 
 
 def _count(text: str) -> int:
@@ -234,6 +237,12 @@ def _rates(options: argparse.Namespace) -> dict[str, Any]:
 def _overhead(options: argparse.Namespace) -> dict[str, Any]:
     figures = overhead.run(options.hidden, _settings(options))
     print(overhead.text(figures))
+    return figures
+
+
+def _memory(options: argparse.Namespace) -> dict[str, Any]:
+    figures = memory.run(_settings(options))
+    print(memory.text(figures))
     return figures
 
 

@@ -40,7 +40,7 @@ def of_profiled(step: StepProfile) -> int:
     """Most bytes that are alive at one time in a step that has run, by the rows that its exchanges brought."""
     chunks = {i: each.plan.chunks[mb] for each in step.rounds for mb, i in each.microbatches.items()}
     rows = {i: rows_that_occurred(c.memory, step.numbers[i]) for i, c in chunks.items() if c.memory is not None}
-    return peak_bytes(step.rounds, rows)
+    return peak_bytes(step.rounds, rows, step.outputs)
 
 
 def shares(plan: Plan) -> tuple[float, float]:

@@ -108,6 +108,7 @@ class StepProfile:
         runs: every node instance, in the order in which they ran.
         structures: what is the same for chunk graphs of any lengths, one a microbatch.
         rounds: what ran, in rounds.
+        outputs: whether the user was given what forward returns besides the loss.
         numbers: the integers among the values of each microbatch's forward, by name of the value: rows and split sizes.
     """
 
@@ -116,6 +117,7 @@ class StepProfile:
     runs: tuple[NodeRun, ...]
     structures: tuple[str, ...] = ()
     rounds: tuple[Round, ...] = ()
+    outputs: bool = True
     numbers: tuple[Mapping[str, int], ...] = ()
 
 
@@ -181,7 +183,7 @@ class Recorder:
         self._runs[-1].waits.append(Wait(begin, end, flight))
         return result
 
-    def finish(self, rounds: Sequence[Round], structures: Sequence[str]) -> StepProfile:
+    def finish(self, rounds: Sequence[Round], structures: Sequence[str], outputs: bool) -> StepProfile:
         """The step is done; arguments as in `StepProfile`."""
         end = perf_counter_ns()
         for flight in self._flying.values():
@@ -191,7 +193,7 @@ class Recorder:
             cost = chunk.costs.get(run.instance.node.name)
             run.flops = cost.flops if cost is not None else 0
         numbers = tuple(self._numbers.get(i, {}) for i in range(len(structures)))
-        return StepProfile(self._begin, end, tuple(self._runs), tuple(structures), tuple(rounds), numbers)
+        return StepProfile(self._begin, end, tuple(self._runs), tuple(structures), tuple(rounds), outputs, numbers)
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("fxoverlap_recorder", default=None)
