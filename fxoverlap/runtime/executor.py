@@ -78,7 +78,7 @@ def _issue_recorded(recorder: Recorder, operation: Operation, state: MicrobatchS
     recorder.begin_node(operation.instance, state.number)
     _issue(operation, state)
     recorder.end_node()
-    if operation.of_forward:
+    if operation.in_grad_mode:
         written = zip(operation.instance.node.writes, operation.writes, strict=True)
         recorder.note_numbers(state.number, {name: state.values[i] for name, i in written if i is not None})
 
