@@ -119,7 +119,7 @@ def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> Non
 def refuse_checkpoint(*args: Any, **kwargs: Any) -> None:
     """Stand in for what `torch.utils.checkpoint` and the composable API share."""
     raise UnsupportedError(
-        "The model checkpoints activations by torch.distributed._composable, which tracing cannot see. "
+        "The model has a composable checkpoint of torch.distributed, a hook whose region tracing cannot see. "
         "Call torch.utils.checkpoint in forward, or use checkpoint_wrapper."
     )
 
