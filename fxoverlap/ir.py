@@ -224,6 +224,10 @@ class NodeCost:
         freed: bytes of the values that die with it.
         ranks: ranks of the group of its exchanges, 1 in compute nodes.
         seconds: time that it takes on its lane when nothing else runs; an exchange until its data has come.
+        passed: bytes that it hands on to nodes of its own side only, the forward or the backward.
+        kept: bytes that it hands on to later ones too: F to the backward, the backward to W.
+        inside: most bytes that it holds of its own while it runs, those that it hands on included. These three are for
+            exchanges that bring the imbalanced number of rows.
     """
 
     flops: int = 0
@@ -233,6 +237,9 @@ class NodeCost:
     freed: int = 0
     ranks: int = 1
     seconds: float = 0.0
+    passed: int = 0
+    kept: int = 0
+    inside: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from fxoverlap import cost_file
 from fxoverlap.config import OverlapConfig
 from fxoverlap.hardware import DEFAULT, PRESETS, Hardware
 from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, ScheduleNode, nodes_of
+from fxoverlap.schedule.memory import node_bytes
 
 __all__ = [
     "PRESETS",
@@ -86,7 +87,8 @@ def default_costs(chunk: ChunkGraph, config: OverlapConfig, others: Iterable[str
     Raises ConfigError if the user's table cannot be read, or names a node that none of the chunks has.
     """
     hardware = hardware_of(config)
-    nodes = roofline(chunk.nodes, chunk.costs, hardware)
+    held = node_bytes(chunk)
+    nodes = {name: replace(cost, **held[name]) for name, cost in roofline(chunk.nodes, chunk.costs, hardware).items()}
     if not cost_file.is_path(config.costs):
         return CostTable(nodes, hardware, f"roofline {hardware.name}")
     table = cost_file.read(config.costs)
@@ -97,7 +99,7 @@ def default_costs(chunk: ChunkGraph, config: OverlapConfig, others: Iterable[str
 
 
 def of_plan(chunks: Mapping[str, ChunkGraph], costs: Mapping[str, CostTable]) -> CostTable:
-    """The costs of the nodes that a plan runs.
+    """The costs of the nodes that a plan runs, and of the others of its chunks.
 
     Args:
         chunks: by microbatch, as in `Plan.chunks`; at least one.
@@ -108,5 +110,9 @@ def of_plan(chunks: Mapping[str, ChunkGraph], costs: Mapping[str, CostTable]) ->
         for node in nodes_of(mb, chunk):
             cost = costs[mb].nodes[node.name]
             nodes[node.name] = max(cost, nodes.get(node.name, cost), key=lambda each: each.seconds)
+    for mb, chunk in chunks.items():
+        # What an earlier plan has run may be alive.
+        for node in chunk.nodes:
+            nodes.setdefault(node.name, costs[mb].nodes[node.name])
     first = next(iter(costs.values()))
     return CostTable(nodes, first.hardware, first.source, frozenset().union(*(c.known for c in costs.values())))

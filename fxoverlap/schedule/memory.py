@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from fxoverlap import compat
@@ -102,27 +101,39 @@ def curve(rounds: Sequence[Round], routing: Routing = "imbalanced", outputs: boo
                 step.end(state.number)
 
 
-def crossing_bytes(plan: Plan) -> int:
-    """Most bytes of values that the nodes of a plan hand to one another, alive at one time, by the plan's costs.
+def node_bytes(chunk: ChunkGraph) -> dict[str, dict[str, int]]:
+    """The fields `passed`, `kept` and `inside` of `NodeCost` by node name, with imbalanced rows."""
+    step = _Step("imbalanced")
+    state = step.state(0, chunk, "F")
+    memory, sizes = state.memory, state.sizes
+    sides: dict[str, set[int]] = {}  # of the readers of each storage
+    for node in chunk.nodes:
+        for value in node.reads:
+            if value in memory.storages:
+                sides.setdefault(memory.storages[value], set()).add(side_of(node))
+    ends = (
+        set()
+        if chunk.joint is None
+        else {memory.storages[v] for v in _kept_after_forward(chunk) & memory.storages.keys()}
+    )
+    found = {}
+    for node in chunk.nodes:
+        own, footprint = side_of(node), memory.footprints[node.name]
+        handed_on = {made.storage for made in footprint.made if made.last is None}
+        kept = {each for each in handed_on if max(sides.get(each, {own})) > own or (own == 0 and each in ends)}
+        passed = {each for each in handed_on - kept if own in sides.get(each, ())}
+        inside, _ = step.walk(state, node.name, footprint, {})
+        found[node.name] = {
+            "passed": sum(sizes[each] for each in passed),
+            "kept": sum(sizes[each] for each in kept),
+            "inside": inside,
+        }
+    return found
 
-    All that a node hands on is taken to live as long as the last of it. No sizes of this rank count, only costs, which
-    are the same on all ranks.
-    """
-    made_at = {(i.mb, value): at for at, i in enumerate(plan.order) for value in i.node.writes}
-    until = list(range(len(plan.order)))
-    for at, (node, mb) in enumerate((each.node, each.mb) for each in plan.order):
-        for source in {made_at[mb, value] for value in node.reads if (mb, value) in made_at}:
-            until[source] = at
-            if plan.order[source].node.lane is Lane.COMM:  # what it sends is held until it is waited for
-                sent = plan.order[source].node.reads
-                for sender in {made_at[mb, value] for value in sent if (mb, value) in made_at}:
-                    until[sender] = max(until[sender], at)
-    change = [0] * (len(plan.order) + 1)
-    for at, (instance, last) in enumerate(zip(plan.order, until, strict=True)):
-        allocated = plan.costs[instance.node.name].allocated
-        change[at] += allocated
-        change[last + 1] -= allocated
-    return max(accumulate(change), default=0)
+
+def side_of(node: ScheduleNode) -> int:
+    """0 for the forward, 1 for the backward with what it replays, 2 for weight gradients: who comes later."""
+    return {Phase.F: 0, Phase.R: 1, Phase.B: 1, Phase.W: 2}[node.phase]
 
 
 def rows_that_occurred(memory: Memory, numbers: Mapping[str, int]) -> Rows:
@@ -210,7 +221,7 @@ class _Step:
             held.get(storages.get(value, ""), set()).discard(value)
         reads = [(storages[v], last) for v, last in zip(node.reads, footprint.reads, strict=True) if v in storages]
         ends = {storage: last for storage, last in reads if last is not None and held.get(storage) == set()}
-        most, stays = self._walk(state, node.name, footprint, ends)
+        most, stays = self.walk(state, node.name, footprint, ends)
         peak = self.alive + most
         self.alive += stays
         for storage in ends:
@@ -267,7 +278,7 @@ class _Step:
         self.alive -= copies
         return peak
 
-    def _walk(self, state: _State, name: str, footprint: Footprint, ends: Mapping[str, int]) -> tuple[int, int]:
+    def walk(self, state: _State, name: str, footprint: Footprint, ends: Mapping[str, int]) -> tuple[int, int]:
         """(most bytes beside those alive before, bytes that it leaves more) of a node in which arguments die.
 
         Args:

@@ -18,9 +18,8 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, nodes_of
 from fxoverlap.schedule.cost import default_costs, of_plan
-from fxoverlap.schedule.limits import Limits
 from fxoverlap.schedule.pairs import edges_between, labels_of
-from fxoverlap.schedule.policies import NO_LIMITS, Order, auto, megatron, pair, sequential, unplaced
+from fxoverlap.schedule.policies import Order, auto, megatron, pair, sequential, unplaced
 from fxoverlap.schedule.rounds import kind_of
 
 Policy = Callable[[ChunkGraph | None, ChunkGraph | None, CostTable, OverlapConfig], Sequence[tuple[ScheduleNode, str]]]
@@ -33,7 +32,7 @@ def build_plan(
     b: ChunkGraph | None,
     config: OverlapConfig,
     costs: CostTable | None = None,
-    limits: Limits = NO_LIMITS,
+    room: float | None = None,
 ) -> Plan:
     """The plan of one fused step under `config.schedule`.
 
@@ -41,13 +40,13 @@ def build_plan(
         f, b: whose forward and whose backward run.
         config: the config.
         costs: of the nodes that run, as `cost.of_plan` gives them; None: the default costs of the chunks.
-        limits: what "auto" has to keep to.
+        room: how much memory "auto" may take, as it defines it.
     """
     chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
     if costs is None:
         costs = _default_costs(chunks, config)
     if config.schedule == "auto":
-        return plan_of(auto(f, b, costs, config, limits), chunks, costs)
+        return plan_of(auto(f, b, costs, config, room), chunks, costs)
     policy = config.schedule if callable(config.schedule) else FIXED[config.schedule]
     return plan_of(_as_order(policy(f, b, costs, config)), chunks, costs)
 

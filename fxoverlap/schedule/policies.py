@@ -12,8 +12,7 @@ from itertools import zip_longest
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, Slot, nodes_of
-from fxoverlap.schedule.limits import LADDER, Limits, limit_edges
-from fxoverlap.schedule.memory import crossing_bytes
+from fxoverlap.schedule.holding import blocks_of, held_bytes
 from fxoverlap.schedule.pairs import edges_between
 from fxoverlap.schedule.rounds import kind_of
 from fxoverlap.schedule.search import search
@@ -22,8 +21,6 @@ from fxoverlap.schedule.tasks import Edge, tasks_of
 
 _EQUAL = 1e-9
 """Makespans that differ by less are sums of the same times."""
-
-NO_LIMITS = LADDER[0]
 
 Order = list[tuple[ScheduleNode, str]]
 
@@ -101,23 +98,29 @@ def auto(
     b: ChunkGraph | None,
     costs: CostTable,
     config: OverlapConfig,
-    limits: Limits = NO_LIMITS,
+    room: float | None = None,
 ) -> Order:
     """The order that takes the least time under the costs: the best that a search finds, or one of the other policies.
 
-    So it is never worse than `megatron` and `sequential` on the machine that the costs are for. Limits, which a memory
-    budget asks for, leave out `megatron`, or both other ways than `sequential`.
+    So it is never worse than `megatron` and `sequential` on the machine that the costs are for.
+
+    Args:
+        f, b, costs, config: as for every policy.
+        room: which part of the memory that this order takes beyond that of `sequential` it may take, from 0 to 1; None:
+            any. What orders take is what `holding` says.
     """
-    one_by_one = sequential(f, b, costs, config)
-    if not limits.beside:
-        return one_by_one
     chunks = {mb: chunk for mb, chunk in (("F", f), ("B", b)) if chunk is not None}
     release = early_release_edges(f, b) if config.early_release and f is not None and b is not None else []
-    edges = [*((("B", first), ("F", then)) for first, then in release), *limit_edges(limits, chunks)]
-    orders = [_searched(chunks, costs, edges), one_by_one]
-    if limits.delay is None and limits.lead is None:
-        orders.insert(1, megatron(f, b, costs, config))
-    return _fastest(orders, chunks, costs)
+    edges = [(("B", first), ("F", then)) for first, then in release]
+    fixed = [policy(f, b, costs, config) for policy in (megatron, sequential)]
+    grid = _Search(chunks, costs, edges)
+    if room is None:
+        return _fastest([grid.order(), *fixed], chunks, costs)
+    least = grid.held(fixed[1])
+    most = least + int(room * max(0, grid.held(grid.order()) - least))
+    found = grid.order(most)
+    most = max(most, grid.held(found))  # what it takes may be a little more
+    return _fastest([each for each in (found, *fixed) if grid.held(each) <= most], chunks, costs)
 
 
 def pair(chunks: Mapping[str, ChunkGraph], costs: CostTable, config: OverlapConfig, kind: str) -> Order:
@@ -134,7 +137,7 @@ def pair(chunks: Mapping[str, ChunkGraph], costs: CostTable, config: OverlapConf
         return one_by_one
     (one, first), (two, second) = chunks.items()
     edges = [((one, each.earlier), (two, each.later)) for each in edges_between(first, second, kind)]
-    return _fastest([_searched(chunks, costs, edges), one_by_one], chunks, costs)
+    return _fastest([_Search(chunks, costs, edges).order(), one_by_one], chunks, costs)
 
 
 def unplaced(order: Order, chunks: Mapping[str, ChunkGraph]) -> Order:
@@ -157,24 +160,38 @@ def early_release_edges(f: ChunkGraph, b: ChunkGraph) -> list[tuple[str, str]]:
     return [(first, then) for first, then in edges if first in theirs and then in ours]
 
 
-def _searched(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge]) -> Order:
-    one_at_a_time = [((mb, one), (mb, other)) for mb, chunk in chunks.items() for one, other in chunk.replays]
-    tasks = tasks_of(chunks, costs, [*edges, *one_at_a_time])
-    found = (tasks[i].instance for i in search(tasks, costs.hardware))
-    return [(instance.node, instance.mb) for instance in found]
+class _Search:
+    """The nodes of a plan as tasks: the best order of them, and what orders hold."""
+
+    def __init__(self, chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge]) -> None:
+        one_at_a_time = [((mb, one), (mb, other)) for mb, chunk in chunks.items() for one, other in chunk.replays]
+        self._chunks, self._hardware = chunks, costs.hardware
+        self._tasks = tasks_of(chunks, costs, [*edges, *one_at_a_time])
+        self._blocks = blocks_of(chunks, self._tasks, costs)
+
+    def order(self, room: int | None = None) -> Order:
+        """The best order that holds so many bytes at most."""
+        found = search(self._tasks, self._hardware, self._blocks, room)
+        return [(self._tasks[i].instance.node, self._tasks[i].instance.mb) for i in found]
+
+    def held(self, order: Order) -> int:
+        """Most bytes that an order holds at one time."""
+        position = {(task.instance.node.name, task.instance.mb): i for i, task in enumerate(self._tasks)}
+        complete = [*order, *unplaced(order, self._chunks)]
+        return held_bytes([position[node.name, mb] for node, mb in complete], self._tasks, self._blocks)
 
 
 def _fastest(orders: Iterable[Order], chunks: Mapping[str, ChunkGraph], costs: CostTable) -> Order:
-    """The order with the least makespan, completed; of equal ones the one with which the fewest bytes cross nodes."""
+    """The order with the least makespan, completed; of equal ones the one that holds the fewest bytes."""
+    grid = _Search(chunks, costs, ())
     found = []
     for each in orders:
         order = [*each, *unplaced(each, chunks)]
         plan = Plan(kind_of(chunks), chunks, tuple(Instance(node, mb) for node, mb in order), costs)
-        found.append((simulate_plan(plan).makespan, plan, order))
-    least = min(makespan for makespan, _, _ in found)
-    equal = [i for i, (makespan, _, _) in enumerate(found) if makespan <= least * (1 + _EQUAL)]
-    # By costs and not by memory, because ranks agree on costs only.
-    return found[min(equal, key=lambda i: crossing_bytes(found[i][1]))][2]
+        found.append((simulate_plan(plan).makespan, order))
+    least = min(makespan for makespan, _ in found)
+    equal = [order for makespan, order in found if makespan <= least * (1 + _EQUAL)]
+    return min(equal, key=grid.held)
 
 
 class _Issue:

@@ -1,6 +1,6 @@
 """Search for the order of a plan that takes the least time on a machine.
 
-In:  the tasks of a plan, and a `Hardware`.
+In:  the tasks of a plan, a `Hardware`, and maybe the blocks of bytes that the tasks make and how many may be alive.
 Out: an order of them.
 
 An order is a merge of *queues*, each of which keeps its own order. For each microbatch there is the chain of its F, or
@@ -11,7 +11,8 @@ chain an exchange is launched right behind the compute node before it, if it nee
 Merging two chains is a walk over a grid, and dynamic programming over its cells is exact as long as every cell keeps
 each combination of lane clocks that no other one dominates. The movable queues add dimensions, so the cells that are
 looked at are a beam: of the partial orders of equally many bundles those are kept whose lower bound on the whole is
-smallest; of equal ones those with less left on the other lane.
+smallest; of equal ones those with less left on the other lane. Where bytes are limited, what is above the limit counts
+before time does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import Phase, Slot
+from fxoverlap.schedule.holding import Block
 from fxoverlap.schedule.simulate import Machine
 from fxoverlap.schedule.tasks import Task, tails
 
@@ -30,6 +32,9 @@ _EFFORT = 6_000
 
 _WIDTH = (24, 64)
 """Least and most partial orders that are kept of each number of bundles."""
+
+_LEAN = 2
+"""One more partial order for so many is kept because it holds few bytes, where bytes are limited."""
 
 _DIGITS = 9
 """Times are compared in whole nanoseconds."""
@@ -41,9 +46,19 @@ _A_CELL = 3
 """Partial orders that are kept of those that have issued the same bundles."""
 
 
-def search(tasks: Sequence[Task], hardware: Hardware) -> list[int]:
-    """The best order found, as positions in `tasks`."""
-    grid = _Grid(tasks, hardware)
+def search(
+    tasks: Sequence[Task], hardware: Hardware, blocks: Sequence[Block] = (), room: int | None = None
+) -> list[int]:
+    """The best order found, as positions in `tasks`.
+
+    Args:
+        tasks: what to order.
+        hardware: where it runs.
+        blocks: what the tasks hold.
+        room: bytes that may be held at one time; where no order is found that holds so few, one is searched that holds
+            little more. None: any.
+    """
+    grid = _Grid(tasks, hardware, blocks, room)
     narrow, wide = _WIDTH
     width = min(max(_EFFORT // max(grid.bundles, 1), narrow), wide)
     beam = [grid.start()]
@@ -54,6 +69,9 @@ def search(tasks: Sequence[Task], hardware: Hardware) -> list[int]:
                 _keep(cells.setdefault(following.taken, []), following)
         found = sorted((each for cell in cells.values() for each in cell), key=_rank)
         beam = found[:width]
+        if room is not None:
+            # Those that hold little now can stay below the limit later.
+            beam += sorted(found[width:], key=lambda each: (each.excess, each.alive))[: width // _LEAN]
     return [task for bundle in beam[0].path() for task in bundle.tasks]
 
 
@@ -86,6 +104,8 @@ class _Partial:
         flying: (task, arrival) of exchanges that nothing has waited for.
         compute_left: seconds of work for the compute lane that is not issued yet.
         groups_left: the same by process group.
+        alive: bytes that are held behind it.
+        excess: how many bytes above the limit it has held at most.
         bound: no order that begins so takes less. Of equal ones the better has the smaller second number, what all
             lanes take; then the smaller third one, the W nodes left, which keep what the forward has saved.
         before, last: the order without its last bundle, and that.
@@ -96,6 +116,8 @@ class _Partial:
     flying: tuple[tuple[int, float], ...]
     compute_left: float
     groups_left: dict[str, float]
+    alive: int
+    excess: int = 0
     bound: tuple[float, float, int] = (0.0, 0.0, 0)
     before: _Partial | None = None
     last: _Bundle | None = None
@@ -110,8 +132,8 @@ class _Partial:
         return found[::-1]
 
 
-def _rank(partial: _Partial) -> tuple[float, float, int]:
-    return partial.bound
+def _rank(partial: _Partial) -> tuple[float, ...]:
+    return partial.excess, *partial.bound
 
 
 def _keep(cell: list[_Partial], new: _Partial) -> None:
@@ -127,7 +149,7 @@ def _keep(cell: list[_Partial], new: _Partial) -> None:
 
 def _dominates(one: _Partial, other: _Partial) -> bool:
     mine, its = one.machine, other.machine
-    if mine.compute > its.compute or mine.host > its.host:
+    if one.excess > other.excess or mine.compute > its.compute or mine.host > its.host:
         return False
     if any(free > its.groups.get(group, 0.0) for group, free in mine.groups.items()):
         return False
@@ -138,12 +160,19 @@ def _dominates(one: _Partial, other: _Partial) -> bool:
 class _Grid:
     """The queues of a plan, and the steps from one partial order to the next."""
 
-    def __init__(self, tasks: Sequence[Task], hardware: Hardware) -> None:
+    def __init__(self, tasks: Sequence[Task], hardware: Hardware, blocks: Sequence[Block], room: int | None) -> None:
         self._tasks, self._hardware = tasks, hardware
         self._queues = _queues(tasks)
         firsts = [tasks[queue[0].tasks[0]].instance.node for queue in self._queues]
         self._weights = [q for q, node in enumerate(firsts) if node.phase is Phase.W]
         self.bundles = sum(map(len, self._queues))
+        self._room = math.inf if room is None else room
+        self._held_before = sum(block.bytes for block in blocks if block.made is None)
+        self._made = [0] * len(tasks)
+        for block in blocks:
+            if block.made is not None:
+                self._made[block.made] += block.bytes
+        self._ends = _ends(blocks, self._queues)
         self._waits = [[need for need in task.needs if tasks[need].group is not None] for task in tasks]
 
     def start(self) -> _Partial:
@@ -153,7 +182,7 @@ class _Grid:
             if task.group is not None:
                 left[task.group] = left.get(task.group, 0.0) + task.seconds
         compute = sum(map(self._on_compute, self._tasks))
-        return _Partial((0,) * len(self._queues), Machine(self._hardware), (), compute, left)
+        return _Partial((0,) * len(self._queues), Machine(self._hardware), (), compute, left, self._held_before)
 
     def followers(self, partial: _Partial) -> Iterator[_Partial]:
         """The partial orders with one bundle more."""
@@ -187,9 +216,23 @@ class _Grid:
                 groups_left = {**groups_left, task.group: groups_left[task.group] - task.seconds}
         taken = list(partial.taken)
         taken[bundle.queue] += 1
-        following = _Partial(tuple(taken), machine, flying, compute_left, groups_left, before=partial, last=bundle)
+        alive, excess = self._hold(partial, bundle, taken)
+        following = _Partial(
+            tuple(taken), machine, flying, compute_left, groups_left, alive, excess, before=partial, last=bundle
+        )
         following.bound = self._bound(following)
         return following
+
+    def _hold(self, partial: _Partial, bundle: _Bundle, taken: Sequence[int]) -> tuple[int, int]:
+        """(bytes held behind a bundle, most bytes above the limit so far); `taken` counts the bundle."""
+        alive, most = partial.alive, 0
+        for number in bundle.tasks:
+            most = max(most, alive + max(self._tasks[number].inside, self._made[number]))
+            alive += self._made[number]
+        for size, until in self._ends.get((bundle.queue, taken[bundle.queue]), ()):
+            if all(taken[queue] >= count for queue, count in until):
+                alive -= size
+        return alive, max(partial.excess, int(max(0, most - self._room)))
 
     def _bound(self, partial: _Partial) -> tuple[float, float, int]:
         """`_Partial.bound`."""
@@ -253,6 +296,27 @@ def _queues(tasks: Sequence[Task]) -> list[list[_Bundle]]:
             path = first.seconds + tail[members_of[0]]
             bundles.append(_Bundle(q, tuple(members_of), tuple(after.items()), path, lead))
         found.append(bundles[::-1])
+    return found
+
+
+def _ends(
+    blocks: Sequence[Block], queues: Sequence[Sequence[_Bundle]]
+) -> dict[tuple[int, int], list[tuple[int, tuple[tuple[int, int], ...]]]]:
+    """What a bundle may end: by (queue, number of its bundles that have been issued then), for each block that no later
+    bundle of this queue needs, (its bytes, (queue, number of its bundles) that must have been issued)."""
+    place = {
+        task: (bundle.queue, position + 1)
+        for queue in queues
+        for position, bundle in enumerate(queue)
+        for task in bundle.tasks
+    }
+    found: dict[tuple[int, int], list[tuple[int, tuple[tuple[int, int], ...]]]] = {}
+    for block in blocks:
+        until: dict[int, int] = {}
+        for queue, count in (place[task] for task in block.until):
+            until[queue] = max(until.get(queue, 0), count)
+        for each in until.items():
+            found.setdefault(each, []).append((block.bytes, tuple(until.items())))
     return found
 
 

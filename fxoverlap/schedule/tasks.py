@@ -28,6 +28,7 @@ class Task:
         group: process group of an exchange; None for a compute node.
         needs: positions of the tasks whose values it reads or whose effects it follows.
         counts: those of `needs` whose token counts it reads on the host.
+        inside: bytes that it holds of its own while it runs.
     """
 
     instance: Instance
@@ -35,6 +36,7 @@ class Task:
     group: str | None
     needs: tuple[int, ...]
     counts: tuple[int, ...]
+    inside: int = 0
 
 
 def tasks_of(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge] = ()) -> list[Task]:
@@ -62,7 +64,8 @@ def tasks_of(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable
         counts = [made_by[mb, v] for v in node.reads if v in counted[mb] and (mb, v) in made_by]
         group = groups[mb][node.name] if node.lane is Lane.COMM else None
         unique = tuple(dict.fromkeys([*needs, *follows.get(i, ())]))
-        tasks.append(Task(Instance(node, mb), costs[node.name].seconds, group, unique, tuple(dict.fromkeys(counts))))
+        cost, instance = costs[node.name], Instance(node, mb)
+        tasks.append(Task(instance, cost.seconds, group, unique, tuple(dict.fromkeys(counts)), cost.inside))
     return tasks
 
 

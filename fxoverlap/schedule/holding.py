@@ -1,0 +1,91 @@
+"""How many bytes an order of nodes holds, roughly, by what ranks share: a search compares orders with it.
+
+In:  the tasks of a plan, and the costs of their nodes.
+Out: blocks of bytes, each with the task that makes it and those that need it.
+
+What a node hands on is two blocks: what it *passes* to nodes of its own side, the forward or the backward, which is
+alive until the last of them has run, and what it *keeps* for later: F for B, R and W; B and R for W. What an exchange
+sends is alive until what it brings has been waited for. What a node holds inside comes on top while it runs.
+
+`schedule.memory` is exact, but speaks of the sizes of one rank; ranks have to choose the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, ScheduleNode
+from fxoverlap.schedule.memory import side_of
+from fxoverlap.schedule.tasks import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes that a plan holds.
+
+    Attributes:
+        bytes: how many.
+        made: position of the task that makes them; None: they are alive before.
+        until: positions of the tasks that need them; none: they are alive behind the plan.
+    """
+
+    bytes: int
+    made: int | None
+    until: tuple[int, ...]
+
+
+def blocks_of(chunks: Mapping[str, ChunkGraph], tasks: Sequence[Task], costs: CostTable) -> list[Block]:
+    """The blocks of a plan over these chunks."""
+    position = {(task.instance.mb, task.instance.node.name): i for i, task in enumerate(tasks)}
+    blocks = []
+    for mb, chunk in chunks.items():
+        readers = _readers(chunk)
+        for node in chunk.nodes:
+            cost, made = costs.get(node.name, NodeCost()), position.get((mb, node.name))
+            for size, reading in ((cost.passed, _own_side(node, readers)), (cost.kept, _later(node, readers))):
+                until = tuple(position[mb, each] for each in reading if (mb, each) in position)
+                if size and (made is not None or until):
+                    blocks.append(Block(size, made, until))
+    return blocks
+
+
+def held_bytes(order: Sequence[int], tasks: Sequence[Task], blocks: Iterable[Block]) -> int:
+    """Most bytes that an order, of positions in `tasks`, holds at one time."""
+    at = {task: i for i, task in enumerate(order)}
+    change = [0] * (len(order) + 1)
+    alive = 0
+    for block in blocks:
+        if block.made is None:
+            alive += block.bytes
+        else:
+            change[at[block.made]] += block.bytes
+        if block.until:
+            change[1 + max(at[task] for task in block.until)] -= block.bytes
+    most = alive
+    for task, more in zip(order, change, strict=False):
+        most = max(most, alive + tasks[task].inside, alive + more)
+        alive += more
+    return most
+
+
+def _readers(chunk: ChunkGraph) -> dict[str, list[ScheduleNode]]:
+    """The nodes that need what a node writes, by its name; those that wait for an exchange need what it has sent."""
+    reading: dict[str, list[ScheduleNode]] = {}
+    for node in chunk.nodes:
+        for value in node.reads:
+            reading.setdefault(value, []).append(node)
+    found = {}
+    for node in chunk.nodes:
+        direct = [each for value in node.writes for each in reading.get(value, ())]
+        arrived = [r for each in direct if each.lane is Lane.COMM for v in each.writes for r in reading.get(v, ())]
+        found[node.name] = list(dict.fromkeys([*direct, *arrived]))
+    return found
+
+
+def _own_side(node: ScheduleNode, readers: Mapping[str, list[ScheduleNode]]) -> list[str]:
+    return [each.name for each in readers[node.name] if side_of(each) == side_of(node)]
+
+
+def _later(node: ScheduleNode, readers: Mapping[str, list[ScheduleNode]]) -> list[str]:
+    return [each.name for each in readers[node.name] if side_of(each) > side_of(node)]
