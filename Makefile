@@ -34,6 +34,7 @@ slow: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/fxoverlap bench two-hosts $(ARGS)
 	$(BIN)/fxoverlap bench overhead
+	$(BIN)/fxoverlap bench memory
 	$(BIN)/fxoverlap bench transform
 
 # Types and imports are checked in a tree of links laid out as the package is installed.

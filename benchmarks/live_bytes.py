@@ -37,7 +37,7 @@ class LiveBytes(compat.DispatchMode):
         self.alive = self.peak = 0
         self.curve: list[tuple[str, int]] = []
         self._keeps_curve = curve
-        self._bytes: dict[int, int] = {}  # by storage; 0 for what was there before the block
+        self._bytes: dict[int, int | None] = {}  # by storage; None for what was there before the block
         # A storage may die in any thread, such as one that communicates: it is only noted there.
         self._dead: deque[int] = deque()
 
@@ -55,12 +55,17 @@ class LiveBytes(compat.DispatchMode):
         self._note((), is_made=False)
 
     def _note(self, tree: Any, is_made: bool) -> None:
-        """Take out the storages that have died, and take in those of the tensors in a tree that are not known yet."""
+        """Take out the storages that have died, take in those of a tree's tensors, and note which have grown."""
         while self._dead:
-            self.alive -= self._bytes.pop(self._dead.popleft())
+            self.alive -= self._bytes.pop(self._dead.popleft()) or 0
         for tensor in compat.leaves_of(tree):
-            if isinstance(tensor, Tensor) and (key := compat.storage_id(tensor)) not in self._bytes:
-                storage = tensor.untyped_storage()
+            if not isinstance(tensor, Tensor):
+                continue
+            storage, key = tensor.untyped_storage(), compat.storage_id(tensor)
+            if key not in self._bytes:
                 weakref.finalize(storage, self._dead.append, key).atexit = False
-                self._bytes[key] = storage.nbytes() if is_made else 0
-                self.alive += self._bytes[key]
+                self._bytes[key] = 0 if is_made else None
+            known = self._bytes[key]
+            if known is not None:
+                self._bytes[key] = storage.nbytes()
+                self.alive += storage.nbytes() - known

@@ -78,6 +78,26 @@ def test_bench_overhead(capfd: pytest.CaptureFixture[str]) -> None:
     assert figures["bitwise_equal"] is True
 
 
+def test_bench_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--pattern", "[*E][*E]", "--microbatches", "3", "--tokens", "64", "--hidden", "16", "--repeats", "2"]
+    figures = _figures(capfd, "bench", "memory", *sizes)
+    assert figures["bitwise_equal"] is True
+    cases = {case["name"]: case for case in figures["cases"]}
+    assert list(cases)[:5] == ["eager", "checkpoint", "fused", "fused_no_delay", "early_release"]
+    assert cases["checkpoint"]["measured_bytes"] < cases["eager"]["measured_bytes"]
+    for name, case in cases.items():
+        assert set(case) >= {"name", "predicted_bytes", "measured_bytes"}
+        assert (case["predicted_bytes"] is None) == (name in ("eager", "checkpoint"))
+        if case["predicted_bytes"] is not None:
+            assert abs(case["predicted_bytes"] / case["measured_bytes"] - 1) < 0.05
+    assert figures["fused_over_bound"] <= 1.03 and figures["head_start_layers"] >= 1
+
+
+def test_bench_memory_of_layers_outside_brackets(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "memory", "--pattern", "*[*E]"]) == 1
+    assert "expected all layers in brackets" in capfd.readouterr().err
+
+
 def test_bench_transform(capfd: pytest.CaptureFixture[str]) -> None:
     figures = _figures(capfd, "bench", "transform", "--layers", "2")
     assert set(figures) >= {"layers", "transform_s", "nodes"}

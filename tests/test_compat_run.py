@@ -244,6 +244,11 @@ def test_symbols_of_sizes() -> None:
     hints = dict.fromkeys(compat.free_symbols(first), 5)
     assert compat.size_hint(2 * first + second, hints) == 11
     assert (compat.size_hint(7, hints), compat.free_symbols(7)) == (7, set())
+    twice = compat.expression(2 * first)
+    assert {twice, compat.expression(first + first)} == {twice}
+    assert (compat.evaluate(twice, hints), compat.evaluate(compat.expression(7), hints)) == (10, 7)
+    assert {compat.symbol(first)} == compat.free_symbols(first)
+    assert [compat.symbol(each) for each in (2 * first, 7, torch.ones(()))] == [None] * 3
 
 
 def test_compiled_module_is_unwrapped() -> None:

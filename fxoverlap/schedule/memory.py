@@ -349,7 +349,9 @@ def _deaths(plan: Plan) -> list[_Deaths]:
         if node.lane is Lane.COMM:
             sent.update(((mb, value), read) for value in node.writes)
     ends: list[list[str]] = [[] for _ in plan.order]
-    kept = {mb: _kept_after_forward(chunk) if runs_forward(mb) else set() for mb, chunk in plan.chunks.items()}
+    kept = {mb: _inputs(chunk) for mb, chunk in plan.chunks.items()}
+    for mb, chunk in plan.chunks.items():
+        kept[mb] |= _kept_after_forward(chunk) if runs_forward(mb) else set()
     for (mb, value), position in last.items():
         if value not in kept[mb]:
             ends[position].append(value)
@@ -364,6 +366,10 @@ def _deaths(plan: Plan) -> list[_Deaths]:
             )
         )
     return found
+
+
+def _inputs(chunk: ChunkGraph) -> set[str]:
+    return {each.value for each in chunk.joint.inputs} if chunk.joint is not None else set()
 
 
 def _read_late(chunk: ChunkGraph) -> set[str]:
