@@ -99,7 +99,7 @@ def default_costs(chunk: ChunkGraph, config: OverlapConfig, others: Iterable[str
 
 
 def of_plan(chunks: Mapping[str, ChunkGraph], costs: Mapping[str, CostTable]) -> CostTable:
-    """The costs of the nodes that a plan runs, and of the others of its chunks.
+    """The costs of the nodes that a plan runs.
 
     Args:
         chunks: by microbatch, as in `Plan.chunks`; at least one.
@@ -110,9 +110,5 @@ def of_plan(chunks: Mapping[str, ChunkGraph], costs: Mapping[str, CostTable]) ->
         for node in nodes_of(mb, chunk):
             cost = costs[mb].nodes[node.name]
             nodes[node.name] = max(cost, nodes.get(node.name, cost), key=lambda each: each.seconds)
-    for mb, chunk in chunks.items():
-        # What an earlier plan has run may be alive.
-        for node in chunk.nodes:
-            nodes.setdefault(node.name, costs[mb].nodes[node.name])
     first = next(iter(costs.values()))
     return CostTable(nodes, first.hardware, first.source, frozenset().union(*(c.known for c in costs.values())))

@@ -36,7 +36,7 @@ class Block:
 
 
 def blocks_of(chunks: Mapping[str, ChunkGraph], tasks: Sequence[Task], costs: CostTable) -> list[Block]:
-    """The blocks of a plan over these chunks."""
+    """The blocks of a plan over these chunks; what its microbatches hold before it counts where `costs` tells of it."""
     position = {(task.instance.mb, task.instance.node.name): i for i, task in enumerate(tasks)}
     blocks = []
     for mb, chunk in chunks.items():
