@@ -137,8 +137,13 @@ class OverlappedModel(nn.Module):
 
     def prepare(self, microbatch: Any) -> None:
         """Capture and plan for microbatches like this one, without running anything."""
-        given = as_microbatch(microbatch)
-        self._planner.prepare(self._planner.variants_for([flatten(given)], [given]) * 3)
+        given, planner = as_microbatch(microbatch), self._planner
+        variants = planner.variants_for([flatten(given)], [given])
+        if planner.budget.is_set:
+            excess = planner.budget.excess(planner.peak(variants, planner.budget.levels[-1]))
+            if excess > 0:
+                raise planner.budget.refusal([excess], 1)
+        planner.prepare(variants * 3)
 
     def step(self, microbatches: Sequence[Any], outputs: bool = True) -> StepResult:
         """Forward and backward of all microbatches; gradients accumulate in `.grad` as in eager.
@@ -309,16 +314,49 @@ class OverlappedModel(nn.Module):
     def _plan_together(self, ready: _Ready) -> None:
         """Share costs with the other ranks, plan with what all of them know, and agree on the plans."""
         planner, first, ready.has_news = self._planner, ready.agreement, False
-        costs, ready.agreement = f"{first}/costs", f"{first}/plans"
-        told = share(ready.groups, planner.own_costs(ready.variants), planner.reduce_costs, costs, first)
+        last = costs = f"{first}/costs"
+        told, terms = share(ready.groups, planner.own_news(ready.variants), planner.reduce_news, costs, first)
         failure: BaseException | None = None
         try:
-            planner.costs.agree(told)
-            self._plan(ready)
+            if planner.costs.agree(told):
+                planner.budget.forget()
             interrupts.check()
         except (Exception, KeyboardInterrupt) as error:
             failure = error
-        ready.session = agree(ready.groups, self._standing(ready, failure), ready.agreement, costs).session
+        # Where the ranks' configs differ in what decides, their plans will not be agreed on.
+        if planner.budget.is_set and len(terms) == 1:
+            last = self._stay_in_budget(ready, failure, f"{first}/memory", costs)
+        try:
+            if failure is None:
+                self._plan(ready)
+        except (Exception, KeyboardInterrupt) as error:
+            failure = error
+        ready.agreement = f"{first}/plans"
+        ready.session = agree(ready.groups, self._standing(ready, failure), ready.agreement, last).session
+
+    def _stay_in_budget(self, ready: _Ready, failure: BaseException | None, session: str, before: str) -> str:
+        """Find the first level at which a step fits into the budget of every rank, together; the last session.
+
+        Raises ConfigError, on every rank, if there is none.
+        """
+        budget, structures = self._planner.budget, [each.structure for each in ready.variants]
+        number = share(ready.groups, budget.start(structures), max, session, before)
+        excess: list[int] = []
+        for i, level in enumerate(budget.levels[number:], number):
+            before, session_of_level = session, f"{session}{i}"
+            try:
+                if failure is not None:
+                    raise failure
+                own = budget.excess(self._planner.peak(ready.variants, level))
+            except (Exception, KeyboardInterrupt) as error:
+                report_failure(session_of_level, error)
+                raise
+            excess.append(share(ready.groups, own, max, session_of_level, before))
+            session = session_of_level
+            if excess[-1] <= 0:
+                budget.choose(structures, ready.variants, i)
+                return session
+        raise budget.refusal(excess, len(ready.variants))
 
     def _standing(self, ready: _Ready, failure: BaseException | None) -> Standing:
         """What this rank tells the others."""

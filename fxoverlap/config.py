@@ -187,7 +187,6 @@ class OverlapConfig:
 
     def _refuse_what_is_missing(self) -> None:
         missing = {
-            "memory_budget": self.memory_budget is not None,
             "compile": self.compile is not None,
             "opaque": len(self.opaque) > 0,
         }

@@ -214,10 +214,12 @@ class Costs:
         """Whether orders of these structures depend on what the other ranks have not been told."""
         return self.decide and any(each not in self._agreed or each in self._not_told for each in structures)
 
-    def agree(self, tables: Tables) -> None:
-        """Take what the ranks have agreed on."""
+    def agree(self, tables: Tables) -> bool:
+        """Take what the ranks have agreed on; whether anything has changed."""
+        before = dict(self._agreed)
         for structure, table in tables.items():
             # Orders are kept for as long as the tables are the same objects.
             known = (self._agreed.get(structure), self.own(structure))
             self._agreed[structure] = next((each for each in known if each == table), table)
         self._not_told -= tables.keys()
+        return any(self._agreed[each] is not before.get(each) for each in tables)

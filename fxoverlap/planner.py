@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxoverlap import compat
+from fxoverlap.budget import Budget, Level
 from fxoverlap.capture import Capture, capture
 from fxoverlap.config import OverlapConfig
 from fxoverlap.costing import Costs, Tables, reduced, structure_of
@@ -40,7 +41,11 @@ from fxoverlap.schedule import (
     rounds_with,
 )
 from fxoverlap.schedule.cost import of_plan
+from fxoverlap.schedule.memory import peak_bytes
 from fxoverlap.variants import STRUCTURE, Key, around_key, microbatch_key
+
+News = tuple[Tables, frozenset[str]]
+"""What ranks tell one another before they plan: their cost tables, and the terms of their memory budgets."""
 
 KINDS = ("F", "FB", "B", "FF", "BB")
 PAIRS = ("FF", "BB")
@@ -115,18 +120,21 @@ class Planner:
     Attributes:
         records: what every pass did, in order.
         costs: what the nodes of the captured variants cost.
+        budget: how much freedom orders have.
         alone: what forbids `ramp="pair"` in the latest step, None if nothing does.
     """
 
     def __init__(self, model: nn.Module, config: OverlapConfig) -> None:
         self._model, self._config = model, config
         self._variants: dict[Key, Variant] = {}
-        self._chosen: dict[tuple[tuple[str, str], ...], Chosen] = {}
-        self._built: dict[tuple[tuple[str, Variant], ...], Built] = {}
+        self._chosen: dict[tuple[Level, tuple[tuple[str, str], ...]], Chosen] = {}
+        self._built: dict[tuple[Level, tuple[tuple[str, Variant], ...]], Built] = {}
         self._latest: tuple[Variant, Variant] | None = None
         self._fingerprints: dict[tuple[int, ...], Fingerprint] = {}
         self.records: list[PassRecord] = []
         self.costs = Costs(config)
+        self.budget = Budget(config)
+        self._level = self.budget.levels[0]
         self.alone: str | None = None
 
     @property
@@ -176,12 +184,12 @@ class Planner:
         for key in keys:
             del self._variants[key]
         known = set(self._variants.values())
-        self._built = {met: built for met, built in self._built.items() if known.issuperset(dict(met).values())}
+        self._built = {key: built for key, built in self._built.items() if known.issuperset(dict(key[1]).values())}
         self._fingerprints.clear()  # their keys are addresses of programs
 
     def built(self, met: Mapping[str, Variant]) -> Built:
         """The program in which these variants meet, by `Instance.mb`."""
-        key = tuple(met.items())
+        key = (self._level, tuple(met.items()))
         chosen, known = self._choose(met), self._built.get(key)
         if known is not None and known.chosen is chosen:
             return known
@@ -189,7 +197,7 @@ class Planner:
             plan = replace(known.fused.plan, costs=chosen.costs)
             self._built[key] = Built(chosen, replace(known.fused, plan=plan), known.program)
         else:
-            plan = plan_in_order(chosen.order, {mb: variant.chunk for mb, variant in met.items()}, chosen.costs)
+            plan = _plan(chosen, met)
             fused = to_fused(plan, self._config, self.records)
             _dump(fused.plan)
             program = lower(fused, {mb: variant.layout for mb, variant in met.items()})
@@ -199,7 +207,8 @@ class Planner:
 
     def _choose(self, met: Mapping[str, Variant]) -> Chosen:
         """The order of the plan in which variants of these structures meet."""
-        key = tuple((mb, variant.structure) for mb, variant in met.items())
+        level = self._level
+        key = (level, tuple((mb, variant.structure) for mb, variant in met.items()))
         tables = {mb: self.costs.of(variant.structure) for mb, variant in met.items()}
         known = self._chosen.get(key)
         if known is None or any(table is not known.tables[mb] for mb, table in tables.items()):
@@ -209,7 +218,8 @@ class Planner:
                 first, second = chunks.values()
                 plan = build_pair(kind, first, second, self._config, costs)
             else:
-                plan = build_plan(chunks.get("F"), chunks.get("B"), self._config, costs)
+                config = replace(self._config, schedule="sequential") if level.in_turn else self._config
+                plan = build_plan(chunks.get("F"), chunks.get("B"), config, costs, level.room)
             order = tuple((each.node.name, each.mb) for each in plan.order)
             self._chosen[key] = Chosen(tables, costs, order)
         return self._chosen[key]
@@ -225,27 +235,47 @@ class Planner:
         return rounds_with(plans, microbatches, self._pairs())
 
     def _pairs(self) -> bool:
-        return self._config.ramp == "pair" and self.alone is None
+        return self._config.ramp == "pair" and self.alone is None and self._level.pairs
 
     def has_news(self, variants: Sequence[Variant]) -> bool:
-        """Whether the ranks have to share their costs before they plan a step over these variants."""
-        return self.costs.has_news(each.structure for each in variants)
+        """Whether the ranks have to share what they know before they plan a step over these variants."""
+        return self.costs.has_news(each.structure for each in variants) or self.budget.is_open(variants)
 
-    def own_costs(self, variants: Sequence[Variant]) -> Tables:
+    def peak(self, variants: Sequence[Variant], level: Level) -> int:
+        """Most bytes that a step over these variants holds at one time on this rank, at a level."""
+        self._begin(variants, level)
+        plans: dict[tuple[tuple[str, Variant], ...], Plan] = {}
+        rounds = []
+        for numbers in self.rounds(len(variants)):
+            met = {mb: variants[i] for mb, i in numbers.items()}
+            key = tuple(met.items())
+            if key not in plans:
+                plans[key] = _plan(self._choose(met), met)
+            rounds.append(Round(plans[key], numbers))
+        return peak_bytes(rounds)
+
+    def own_news(self, variants: Sequence[Variant]) -> News:
         """What this rank has to tell of a step over these variants."""
-        return {each.structure: self.costs.own(each.structure) for each in variants}
+        tables = {each.structure: self.costs.own(each.structure) for each in variants}
+        return tables, frozenset({self.budget.terms})
 
-    def reduce_costs(self, everyones: Sequence[Tables]) -> Tables:
-        """One table for each structure that this rank has captured, of what several ranks have told."""
+    def reduce_news(self, everyones: Sequence[News]) -> News:
+        """One table for each structure that this rank has captured, of what several ranks have told; all terms."""
         chunks = {each.structure: each.chunk for each in self._variants.values()}
-        told = {key: [tables[key] for tables in everyones if key in tables] for key in chunks}
-        return {key: reduced(tables, chunks[key]) for key, tables in told.items() if tables}
+        told = {key: [tables[key] for tables, _ in everyones if key in tables] for key in chunks}
+        tables = {key: reduced(tables, chunks[key]) for key, tables in told.items() if tables}
+        return tables, frozenset().union(*(terms for _, terms in everyones))
 
     def prepare(self, variants: list[Variant]) -> list[Built]:
         """The programs of a step over microbatches of these variants, one a round; they become the latest."""
         self._latest = (variants[-1], variants[max(len(variants) - 2, 0)])
-        self.alone = next((each.alone[kind] for kind in PAIRS for each in variants if kind in each.alone), None)
+        self._begin(variants, self.budget.level([each.structure for each in variants]))
         return [self.built({mb: variants[i] for mb, i in each.items()}) for each in self.rounds(len(variants))]
+
+    def _begin(self, variants: Sequence[Variant], level: Level) -> None:
+        """Plans from here on are for steps over these variants, at a level."""
+        self._level = level
+        self.alone = next((each.alone[kind] for kind in PAIRS for each in variants if kind in each.alone), None)
 
     def latest(self) -> tuple[Variant, Variant]:
         """The variants whose forward and backward the latest FB plan holds. Raises UnsupportedError before a trace."""
@@ -341,6 +371,11 @@ class Planner:
         dtype, groups = loss.meta["val"].dtype, _groups(joint)
         alone = {kind: why for kind in PAIRS if (why := why_alone(chunk, kind, captured.born)) is not None}
         return Variant(captured, chunk, structure, Layout.of(chunk), constants, born, dtype, groups, alone)
+
+
+def _plan(chosen: Chosen, met: Mapping[str, Variant]) -> Plan:
+    """The plan of these variants in the order that was chosen for their structures."""
+    return plan_in_order(chosen.order, {mb: variant.chunk for mb, variant in met.items()}, chosen.costs)
 
 
 def _dump(plan: Plan) -> None:

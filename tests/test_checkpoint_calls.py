@@ -411,7 +411,8 @@ def test_composable_checkpoints_are_refused() -> None:
     composable = importlib.import_module("torch.distributed._composable.checkpoint_activation")
     model = Odd(in_turn, Dense())
     composable.checkpoint(model.layers[0])
-    with pytest.raises(fxo.UnsupportedError, match=r"has a composable checkpoint of torch\.distributed, .* Call torch\.utils"):
+    said = r"has a composable checkpoint of torch\.distributed, .* Call torch\.utils"
+    with pytest.raises(fxo.UnsupportedError, match=said):
         tags(model, hooks="trace")
 
 
