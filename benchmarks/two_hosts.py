@@ -18,7 +18,9 @@ Eager is honest if `eager_ms` is about `compute_ms + comm_ms`. The searched plan
 steps are profiled before anything is timed. Percentages, as `Report` defines them, of profiled steps of `"auto"`:
 `overlap_step_pct` of the whole step, `overlap_pct` of its steady state (null with fewer than 2 microbatches),
 `predicted_overlap_pct` what the simulator says of the whole step, `replay_hidden_pct` of the exchanges that a backward
-repeats (null without `--recompute`). Recompute is of the schedules; `eager_ms` keeps all activations.
+repeats (null without `--recompute`). Recompute is of the schedules; `eager_ms` keeps all activations. With it
+`auto_budget_ms` is `"auto"` with no more than 1 % more memory than `"megatron"`, whose replays are exposed;
+`<schedule>_peak_bytes` are the predicted peaks.
 """
 
 import contextlib
@@ -47,7 +49,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 """What is timed beside eager: fields of `OverlapConfig` by the name of the figure."""
 
-SEARCHED = ("auto", "auto_pair")
+FIXED = ("sequential", "megatron")
 
 _PROFILED = 3
 
@@ -90,6 +92,8 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         )
         for name, choices in POLICIES.items()
     }
+    if settings.recompute is not None:
+        overlapped["auto_budget"] = _within_memory_of(overlapped["megatron"], settings, batches)
     exchanges = recorded(lambda: eager_step(model, batches), group)
 
     def before() -> None:
@@ -100,13 +104,14 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         with without_exchanges(exchanges):
             eager_step(model, batches)
 
-    for name in SEARCHED:
+    searched = [name for name in overlapped if name not in FIXED]
+    for name in searched:
         _profile(overlapped[name], batches, before)
     steps: dict[str, Callable[[], list[Tensor]]] = {"eager": lambda: eager_step(model, batches)}
     for name, each in overlapped.items():
         steps[name] = functools.partial(_step, each, batches)
     equal = same(*(outcome(model, step) for step in steps.values()))
-    predicted = {name: overlapped[name].report() for name in SEARCHED}
+    predicted = {name: each.report() for name, each in overlapped.items()}
     variants = {**steps, "compute": compute, "comm": lambda: exchange_again(exchanges, group)}
     for variant in ("compute", "comm"):
         before()
@@ -125,6 +130,7 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         "predicted_ms": predicted["auto"].predicted_step_ms,
         "predicted_pair_ms": predicted["auto_pair"].predicted_step_ms,
         "predicted_overlap_pct": predicted["auto"].predicted_overlap_pct,
+        **{f"{name}_peak_bytes": each.predicted_peak_bytes for name, each in predicted.items()},
         "overlap_pct": measured.steady_overlap_pct,
         "overlap_step_pct": measured.overlap_pct,
         "replay_hidden_pct": measured.replay_hidden_pct,
@@ -132,6 +138,16 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         "eager_over_parts": ms["eager"] / (ms["compute"] + ms["comm"]),
         "all_to_alls": len(exchanges),
     }
+
+
+def _within_memory_of(other: fxo.OverlappedModel, settings: Settings, batches: Sequence[Batch]) -> fxo.OverlappedModel:
+    """The model under `"auto"`, with 1 % more memory at most than another one takes for a step."""
+    _step(other, batches)
+    other.module.zero_grad(set_to_none=True)
+    peak = other.report().predicted_peak_bytes
+    assert peak is not None
+    config = fxo.OverlapConfig(settings.pattern, recompute=settings.recompute, memory_budget=int(1.01 * peak))
+    return fxo.transform(other.module, config, example_inputs=batches[0])
 
 
 def _step(overlapped: fxo.OverlappedModel, batches: Sequence[Batch]) -> list[Tensor]:
@@ -159,7 +175,7 @@ def text(figures: dict[str, Any]) -> str:
         lines.append(f"shaped: false ({figures['not_shaped_because']})")
     eager, bound = figures["eager_ms"], figures["bound_ms"]
     lines.append(f"{'':>12} {'ms':>9}  {'x eager':>8} {'x bound':>8}")
-    for name in ("eager", *POLICIES):
+    for name in ("eager", *(each for each in (*POLICIES, "auto_budget") if f"{each}_ms" in figures)):
         took = figures[f"{name}_ms"]
         lines.append(f"{name:>12} {took:9.1f}  {took / eager:8.3f} {took / bound:8.3f}")
     lines += [
@@ -182,7 +198,10 @@ def _predicted(name: str, took: float, predicted: float) -> str:
 
 def _replayed(figures: dict[str, Any]) -> list[str]:
     hidden = figures["replay_hidden_pct"]
-    return [] if hidden is None else [f"replayed exchanges of auto: {_pct(hidden)} hidden"]
+    if hidden is None:
+        return []
+    peaks = ", ".join(f"{name} {figures[f'{name}_peak_bytes'] / 1e6:.1f}" for name in (*POLICIES, "auto_budget"))
+    return [f"replayed exchanges of auto: {_pct(hidden)} hidden", f"predicted peaks in MB: {peaks}"]
 
 
 def _pct(value: float | None) -> str:
