@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_lifetimes import Sums, WithOutputs, leaf, shifted
-from toys import RandomOrder, RawModel, batches, toy
+from toys import Made as Model
+from toys import RandomOrder, RawModel, batches, rows, toy
 
 import fxoverlap as fxo
 from fxoverlap.benchmarks.live_bytes import LiveBytes
@@ -52,6 +53,19 @@ def differing(found: dict[int, tuple]) -> dict[int, tuple]:
     return {count: pair for count, pair in found.items() if pair[0] != pair[1]}
 
 
+def buffer_that_the_backward_reads(group: dist.ProcessGroup) -> Model:
+    def loss(m: Model, x: torch.Tensor) -> torch.Tensor:
+        result = (m.p * m.mean * x).sum()
+        m.mean.mul_(0.9)
+        return result
+
+    return Model(loss)
+
+
+def gradient_that_is_part_of_a_storage(group: dist.ProcessGroup) -> Model:
+    return Model(lambda m, x: torch.cat([m.part, x]).sin().sum(), part=torch.nn.Parameter(torch.ones(2, 4)))
+
+
 MODELS: dict[str, Case] = {
     "all kinds of branches": (
         lambda group: toy("*-[*E]", group, shared_dim=8, dropout=0.1, tied=True, selection_bias=True),
@@ -63,6 +77,8 @@ MODELS: dict[str, Case] = {
     "gradients that go on": (shifted, batches),
     "gradients of other layouts": (lambda group: Sums(), lambda count: [(leaf(i).detach(),) for i in range(count)]),
     "gradients of leaves": (lambda group: Sums(), lambda count: [(leaf(i),) for i in range(count)]),
+    "buffer that the backward reads": (buffer_that_the_backward_reads, lambda count: rows(0, count)),
+    "gradient that is part of a storage": (gradient_that_is_part_of_a_storage, lambda count: rows(0, count)),
     "no exchange": (lambda group: toy("*-"), batches),
     "other lengths": (
         lambda group: toy("[*E]", group),
