@@ -9,7 +9,9 @@ Cases, each with `measured_bytes` and `predicted_bytes` (null where there is no 
 - `checkpoint`: the same with `torch.utils.checkpoint` around each logical layer;
 - `fused`, `fused_no_delay`, `early_release`: `OverlappedModel.step` with the default config, with `delay_wgrad=False`
   and with `early_release=True`;
-- `uniform_1`, `uniform_2`, `block_2`, `selective` (attention), `uniform_1_keep_dispatch`: with `recompute`.
+- `uniform_1`, `uniform_2`, `block_2`, `selective` (attention), `uniform_1_keep_dispatch`: with `recompute`;
+- `uniform_1_megatron`, `uniform_1_sequential`: the first of these with `schedule="megatron"`, where replays are exposed,
+  and one microbatch after the other.
 
 What is measured is the least of several steps: the thread that communicates may let go of what it sent a moment late.
 What is predicted is for the rows that exchanges brought in that step.
@@ -19,6 +21,10 @@ A fused step holds the beginning of one more microbatch beside what eager holds:
 beside it has not finished (weight gradients included), less the layers of the model; times a layer's share of what the
 forward of one microbatch leaves behind in eager. `fused` is to hold at most 1.03 times `eager` plus
 `head_start_bytes`: `fused_over_bound` is at most 1.03.
+
+Under recompute the forward of one microbatch leaves `checkpoint_left_bytes`, and a fused step holds those of two.
+`uniform_1` is to hold at most 1.03 times `checkpoint` plus these (`uniform_1_over_bound`), and `uniform_1_sequential`,
+which has one microbatch in flight as `checkpoint` has, at most 1.03 times `checkpoint` (`sequential_over_checkpoint`).
 """
 
 import functools
@@ -34,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 import fxoverlap as fxo
 from fxoverlap.benchmarks.live_bytes import LiveBytes
 from fxoverlap.benchmarks.workload import Batch, Settings, eager_step, everywhere, outcome, same
-from fxoverlap.errors import ConfigError, UnsupportedError
+from fxoverlap.errors import ConfigError
 from fxoverlap.ir import Phase, Plan
 from fxoverlap.launch import launch
 from fxoverlap.models import HybridModel
@@ -51,12 +57,14 @@ FUSED: dict[str, dict[str, Any]] = {
     "fused_no_delay": {"delay_wgrad": False},
     "early_release": {"early_release": True},
 }
-RECOMPUTED = {
-    "uniform_1": fxo.Recompute("uniform"),
-    "uniform_2": fxo.Recompute("uniform", 2),
-    "block_2": fxo.Recompute("block", 2),
-    "selective": fxo.Recompute("selective", modules=("attention",)),
-    "uniform_1_keep_dispatch": fxo.Recompute("uniform", keep=("dispatch",)),
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "uniform_1": {"recompute": fxo.Recompute("uniform")},
+    "uniform_2": {"recompute": fxo.Recompute("uniform", 2)},
+    "block_2": {"recompute": fxo.Recompute("block", 2)},
+    "selective": {"recompute": fxo.Recompute("selective", modules=("attention",))},
+    "uniform_1_keep_dispatch": {"recompute": fxo.Recompute("uniform", keep=("dispatch",))},
+    "uniform_1_megatron": {"recompute": fxo.Recompute("uniform"), "schedule": "megatron"},
+    "uniform_1_sequential": {"recompute": fxo.Recompute("uniform"), "schedule": "sequential"},
 }
 """`attention` stands for the FQNs of the layers that the pattern calls so."""
 
@@ -100,6 +108,7 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
     layers = len(parse(settings.pattern).groups)
     ahead = layers_ahead(overlapped["fused"].plan("FB"), layers)
     head_start = ahead * _left_by_forward(model, batches[0]) // layers
+    left = _left_by_forward(Checkpointed(model), batches[0])
     peaks = {case["name"]: case["measured_bytes"] for case in cases}
     return {
         "bitwise_equal": everywhere(same(*results)),
@@ -108,22 +117,22 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         "head_start_layers": ahead,
         "head_start_bytes": head_start,
         "fused_over_bound": peaks["fused"] / (peaks["eager"] + head_start),
+        "checkpoint_left_bytes": left,
+        "uniform_1_over_bound": peaks["uniform_1"] / (peaks["checkpoint"] + left),
+        "sequential_over_checkpoint": peaks["uniform_1_sequential"] / peaks["checkpoint"],
     }
 
 
 def _configs(settings: Settings) -> dict[str, fxo.OverlapConfig]:
-    """The configs of the fused cases; those of `recompute` are left out as long as it is not there."""
-    # With costs that are named, no step is planned anew with what it measured.
-    make = functools.partial(fxo.OverlapConfig, settings.pattern, costs="cpu")
-    configs = {name: make(**choices) for name, choices in FUSED.items()}
+    """The configs of the fused cases."""
     attention = tuple(f"layers.{i}" for i, symbol in enumerate(parse(settings.pattern).symbols) if symbol in "*+")
-    for name, recompute in RECOMPUTED.items():
-        if recompute.modules:
-            recompute = replace(recompute, modules=attention)
-        try:
-            configs[name] = make(recompute=recompute)
-        except UnsupportedError:
-            continue
+    configs = {}
+    for name, choices in (FUSED | RECOMPUTED).items():
+        recompute = choices.get("recompute")
+        if recompute is not None and recompute.modules:
+            choices = {"recompute": replace(recompute, modules=attention)}
+        # With costs that are named, no step is planned anew with what it measured.
+        configs[name] = fxo.OverlapConfig(settings.pattern, costs="cpu", **choices)
     return configs
 
 
@@ -223,6 +232,11 @@ def text(figures: dict[str, Any]) -> str:
         f"head start of one more microbatch: {figures['head_start_layers']} layers, "
         f"{figures['head_start_bytes'] / 1e3:.1f} KB; fused over eager and that: {figures['fused_over_bound']:.3f} "
         f"(at most 1.03)"
+    )
+    lines.append(
+        f"left by the forward of a checkpointed microbatch: {figures['checkpoint_left_bytes'] / 1e3:.1f} KB; uniform_1 "
+        f"over checkpoint and that: {figures['uniform_1_over_bound']:.3f}; uniform_1_sequential over checkpoint: "
+        f"{figures['sequential_over_checkpoint']:.3f} (at most 1.03)"
     )
     lines.append(f"bitwise equal: {'yes' if figures['bitwise_equal'] else 'NO'}")
     return "\n".join(lines)

@@ -91,6 +91,9 @@ def test_bench_memory(capfd: pytest.CaptureFixture[str]) -> None:
         if case["predicted_bytes"] is not None:
             assert abs(case["predicted_bytes"] / case["measured_bytes"] - 1) < 0.05
     assert figures["fused_over_bound"] <= 1.03 and figures["head_start_layers"] >= 1
+    recomputed = ["uniform_1", "uniform_2", "block_2", "selective", "uniform_1_keep_dispatch"]
+    assert list(cases)[5:10] == recomputed
+    assert all(cases[name]["measured_bytes"] < cases["fused"]["measured_bytes"] for name in recomputed)
 
 
 def test_bench_memory_of_layers_outside_brackets(capfd: pytest.CaptureFixture[str]) -> None:
