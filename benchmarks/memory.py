@@ -10,8 +10,8 @@ Cases, each with `measured_bytes` and `predicted_bytes` (null where there is no 
 - `fused`, `fused_no_delay`, `early_release`: `OverlappedModel.step` with the default config, with `delay_wgrad=False`
   and with `early_release=True`;
 - `uniform_1`, `uniform_2`, `block_2`, `selective` (attention), `uniform_1_keep_dispatch`: with `recompute`;
-- `uniform_1_megatron`, `uniform_1_sequential`: the first of these with `schedule="megatron"`, where replays are exposed,
-  and one microbatch after the other.
+- `uniform_1_megatron`, `uniform_1_sequential`: the first of these in `"megatron"`'s order, in which replays are
+  exposed, and one microbatch after the other.
 
 What is measured is the least of several steps: the thread that communicates may let go of what it sent a moment late.
 What is predicted is for the rows that exchanges brought in that step.
@@ -107,8 +107,8 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         cases.append({"name": name, "predicted_bytes": predicted, "measured_bytes": measured})
     layers = len(parse(settings.pattern).groups)
     ahead = layers_ahead(overlapped["fused"].plan("FB"), layers)
-    head_start = ahead * _left_by_forward(model, batches[0]) // layers
-    left = _left_by_forward(Checkpointed(model), batches[0])
+    head_start = ahead * left_by_forward(model, batches[0]) // layers
+    left = left_by_forward(Checkpointed(model), batches[0])
     peaks = {case["name"]: case["measured_bytes"] for case in cases}
     return {
         "bitwise_equal": everywhere(same(*results)),
@@ -158,7 +158,7 @@ def _peaks(
     return predicted, live.peak
 
 
-def _left_by_forward(model: nn.Module, batch: Batch) -> int:
+def left_by_forward(model: nn.Module, batch: Batch) -> int:
     """Bytes that are alive behind the forward of one microbatch in eager."""
     with LiveBytes() as live:
         loss = model(*batch)
@@ -187,16 +187,19 @@ def layers_ahead(plan: Plan, layers: int) -> int:
 
 
 class Checkpointed(nn.Module):
-    """A `HybridModel` with `torch.utils.checkpoint` around each bracket group of its pattern."""
+    """A `HybridModel` with `torch.utils.checkpoint` around every `size` bracket groups of its pattern."""
 
-    def __init__(self, model: HybridModel) -> None:
+    def __init__(self, model: HybridModel, size: int = 1) -> None:
         super().__init__()
         self.model = model
+        groups = model.pattern.groups
+        self.segments = [(begin, groups[min(i + size, len(groups)) - 1][1]) for i, (begin, _) in enumerate(groups)]
+        self.segments = self.segments[::size]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         model = self.model
         hidden, auxiliary = model.embed(tokens), []
-        for begin, end in model.pattern.groups:
+        for begin, end in self.segments:
             hidden, more = checkpoint(_run_layers, model.layers[begin:end], hidden, use_reentrant=False)
             auxiliary += more
         logits = model.head(model.norm(hidden).flatten(0, -2))
