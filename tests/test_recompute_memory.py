@@ -1,8 +1,8 @@
 """What recompute leaves alive, measured by weak references to storages, against what the method promises.
 
 With N microbatches in flight a step holds N inputs of each segment and the activations of one segment: N * I *
-ceil(L / k) + k * A, for L layers in segments of k. To that comes what eager holds beside activations: gradients, logits, and what a
-backward makes on the way.
+ceil(L / k) + k * A, for L layers in segments of k. To that comes what eager holds beside activations: gradients,
+logits, and what a backward makes on the way.
 """
 
 from __future__ import annotations
