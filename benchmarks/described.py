@@ -256,8 +256,7 @@ class _Chunk:
             freed[last[value]] = freed.get(last[value], 0) + size
         costs = {name: replace(cost, freed=freed.get(name, 0)) for name, cost in self._costs.items()}
         buffers = {value: (value, size) for value, size in self._sizes.items()}
-        again = {layer: layer for layer in range(layers)} if self._setup.recompute else {}
-        replays = tuple(one_at_a_time(self._nodes, layers, again))
+        replays = tuple(one_at_a_time(self._nodes, {}))
         return ChunkGraph(None, tuple(self._nodes), layers=layers, costs=costs, buffers=buffers, replays=replays)
 
     def _before(self, is_moe: bool, is_depth: bool) -> list[Part]:

@@ -24,6 +24,8 @@ Raises UnsupportedError as `regions` does.
 
 from __future__ import annotations
 
+import bisect
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -67,7 +69,7 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     ends = _ends(found, keys)
     _drop_unread(joint, keys)
     nodes = make_nodes(joint, keys, _key_order(chunk, keys))
-    replays = one_at_a_time(nodes, chunk.layers, ends)
+    replays = one_at_a_time(nodes, ends)
     return replace(chunk, joint=joint, nodes=nodes, replays=tuple(replays))
 
 
@@ -87,15 +89,15 @@ class _Replay:
 
     def add(self, region: Region) -> None:
         """Replay one region."""
-        layers = {_layer(*self._keys[op]) for op in region.ops}
-        saved = self._saved(region, layers)
+        depths = {_depth(self._keys[op]) for op in region.ops}
+        saved = self._saved(region, depths)
         wanted: set[fx.Node] = set()
         readers: dict[fx.Node, list[fx.Node]] = {}
         replayable = set(region.ops) - saved
         for op in reversed(region.ops):
             if op in saved:
                 continue
-            readers[op] = [user for user in op.users if self._is_backward(user)]
+            readers[op] = [user for user in op.users if self._is_backward(user, depths)]
             if readers[op] or op in wanted:
                 wanted.add(op)
                 wanted.update(replayable.intersection(self._needed_inputs(op, replayable, wanted)))
@@ -121,31 +123,38 @@ class _Replay:
                 found.append(replace(each, phase=Phase.R, launches=launches, waits=waits))
         return found
 
-    def _is_backward(self, user: fx.Node) -> bool:
-        return user in self._keys and self._keys[user][2] in (Phase.B, Phase.W)
+    def _is_backward(self, user: fx.Node, depths: set[float]) -> bool:
+        """Whether an op belongs to the backward of a region at these depths."""
+        key = self._keys.get(user)
+        return key is not None and key[2] in (Phase.B, Phase.W) and _depth(key) in depths
 
-    def _saved(self, region: Region, layers: set[int | None]) -> set[fx.Node]:
+    def _saved(self, region: Region, depths: set[float]) -> set[fx.Node]:
         """The ops whose results the region keeps; of several with one storage, the one that allocated it.
 
-        What is kept of a launch is its wait: the result of the launch itself may still be on its way.
+        What is kept of a launch is its wait: the result of the launch itself may still be on its way. Parts of a
+        tensor that has been split are kept with it, so that no node has nothing to do but to split it again.
         """
         members = set(region.ops)
-        roots = {op_facts.storage_root(op) for op in region.ops if self._is_kept(op, members, layers)}
+        roots = {op_facts.storage_root(op) for op in region.ops if self._is_kept(op, members, depths)}
 
         def holds(op: fx.Node) -> bool:
             root = op_facts.storage_root(op)
-            return root in roots and (op_facts.is_wait(op) if op_facts.is_collective(root) else op is root)
+            if root not in roots:
+                return False
+            return op_facts.is_wait(op) if _is_in_flight(root) else op is root or op.target is operator.getitem
 
         return {op for op in region.ops if holds(op)}
 
-    def _is_kept(self, op: fx.Node, members: set[fx.Node], layers: set[int | None]) -> bool:
+    def _is_kept(self, op: fx.Node, members: set[fx.Node], depths: set[float]) -> bool:
         if op in self._kept or op.name in self._ends:
             return True
-        for user in op.users:
-            key = self._keys.get(user)
-            if key is not None and (user not in members if key[2] is Phase.F else _layer(*key) not in layers):
-                return True
-        return False
+        if op_facts.is_wait(op) and op_facts.storage_root(op) not in members:
+            return True  # what was launched outside cannot be launched again
+        return any(
+            user not in members if self._keys[user][2] is Phase.F else not self._is_backward(user, depths)
+            for user in op.users
+            if user in self._keys
+        )
 
     def _needed_inputs(self, op: fx.Node, replayable: set[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
         """What a copy of an op needs; not what it reads the shape of only, if that can be made from numbers."""
@@ -213,9 +222,20 @@ class _Replay:
         return state
 
 
-def _layer(layer: int | None, slot: Slot, *_: Phase) -> int | None:
-    """The layer that a node's backward goes with: that of what precedes the layers goes with the first of them."""
-    return 0 if slot is Slot.PRE_PROCESS else layer
+def _depth(key: Key) -> float:
+    """How far back in the chunk the backward of a node is: the number of its layer, more behind the layers.
+
+    The backward of what precedes the layers goes with the first of them.
+    """
+    layer, slot, _ = key
+    if layer is not None:
+        return layer
+    return 0 if slot is Slot.PRE_PROCESS else math.inf
+
+
+def _is_in_flight(op: fx.Node) -> bool:
+    """Whether the op is a launch, or one result of a launch that has several."""
+    return op_facts.is_collective(op.args[0] if op.target is operator.getitem else op)  # type: ignore[arg-type]
 
 
 def _first_tensor(value: Any) -> torch.Tensor:
@@ -284,40 +304,55 @@ def _key_order(chunk: ChunkGraph, keys: Assignment) -> list[Key]:
     return found
 
 
-def _ends(found: Sequence[Region], keys: Assignment) -> dict[int, int]:
-    """For each layer that is replayed, the last of the layers that are replayed with it.
+def _ends(found: Sequence[Region], keys: Assignment) -> dict[float, float]:
+    """For each depth the last of those that are replayed together with it.
 
-    Regions that meet inside a layer are replayed together: their copies share nodes.
+    Regions that share a depth are replayed together, with all between the first and the last depth of a region: else
+    the replay of one would wait for a backward that needs it.
     """
-    end: dict[int, int] = {}
+    first = {depth: depth for depth in map(_depth, keys.values())}  # where the longest begins that ends at a depth
     for region in found:
-        own = {layer for op in region.ops if (layer := _layer(*keys[op])) is not None}
-        joined = {end.get(layer, layer) for layer in own}
-        own.update(layer for layer in end if end[layer] in joined)
-        end.update(dict.fromkeys(own, max(joined, default=0)))
-    return end
+        own = {_depth(keys[op]) for op in region.ops if op in keys}
+        if own:
+            first[max(own)] = min(first[max(own)], *own)
+    ends: dict[float, float] = {}
+    start = last = math.inf
+    for depth in sorted(first, reverse=True):
+        if depth < start:
+            last = depth
+        start = min(start, first[depth])
+        ends[depth] = last
+    return ends
 
 
-def one_at_a_time(nodes: Sequence[ScheduleNode], layers: int, end: Mapping[int, int]) -> Iterator[tuple[str, str]]:
+def one_at_a_time(nodes: Sequence[ScheduleNode], end: Mapping[float, float]) -> Iterator[tuple[str, str]]:
     """`ChunkGraph.replays` of nodes.
 
     Args:
         nodes: of a chunk.
-        layers: how many logical layers it has.
-        end: for each layer that is replayed, the last of the layers that are replayed with it.
+        end: for a depth (`_depth`), the last of those that are replayed together with it; itself where it is not said.
     """
-    backward: dict[int | None, list[ScheduleNode]] = {}
+
+    def group(node: ScheduleNode) -> float:
+        depth = _depth((node.layer, node.slot, node.phase))
+        return end.get(depth, depth)
+
+    backward: dict[float, list[ScheduleNode]] = {}
     for node in nodes:
-        if node.phase in (Phase.B, Phase.W) and node.slot is not Slot.PRE_PROCESS:
-            backward.setdefault(None if node.layer is None else end.get(node.layer, node.layer), []).append(node)
-    again = {n: end[layer] for n in nodes if n.phase is Phase.R and (layer := _layer(n.layer, n.slot)) is not None}
+        if node.phase in (Phase.B, Phase.W):
+            backward.setdefault(group(node), []).append(node)
+    groups = sorted(backward)
+    again = [node for node in nodes if node.phase is Phase.R]
     made_by = {value: node for node in again for value in node.writes}
-    exchanging = {last for node, last in again.items() if node.lane is Lane.COMM}
-    for node, last in again.items():
-        behind = end.get(last + 1, last + 1) if last + 1 < layers else None
+    replayed = {group(node) for node in again}
+    exchanging = {group(node) for node in again if node.lane is Lane.COMM}
+    for node in again:
+        own = group(node)
+        behind = next(iter(groups[bisect.bisect_right(groups, own) :]), None)
         sources = [made_by[value] for value in node.reads if value in made_by]
         follows = set() if sources else {Phase.B}
-        is_late = any(each.lane is Lane.COMM for each in sources) if last in exchanging else not sources
-        if is_late and (behind is None or behind in end):
+        is_late = any(each.lane is Lane.COMM for each in sources) if own in exchanging else not sources
+        if is_late and (behind in replayed or behind == math.inf):
             follows.add(Phase.W)
-        yield from ((each.name, node.name) for each in backward.get(behind, ()) if each.phase in follows)
+        if behind is not None:
+            yield from ((each.name, node.name) for each in backward[behind] if each.phase in follows)

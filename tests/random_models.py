@@ -67,6 +67,9 @@ class Spec:
     glob: str = "right"
     grad_scale: str = "1"
     dynamic: bool = True
+    recompute: fxo.Recompute | None = None
+    ramp: str = "none"
+    early_release: bool = False
 
     def __repr__(self) -> str:
         changed = [each for each in fields(self) if getattr(self, each.name) != each.default]
@@ -276,7 +279,7 @@ def shuffled(seed: int) -> Callable[..., Order]:
 
     def policy(f: Any, b: Any, costs: Any, config: Any) -> Order:
         rng = random.Random(seed)
-        phases = (Phase.B, Phase.W) if rng.random() < 0.5 else (Phase.B,)
+        phases = (Phase.B, Phase.R, Phase.W) if rng.random() < 0.5 else (Phase.B, Phase.R)
         left = [(node, "F") for node in (f.nodes if f else ()) if node.phase is Phase.F]
         left += [(node, "B") for node in (b.nodes if b else ()) if node.phase in phases]
         made_by = {("F", v): n.name for n in (f.nodes if f else ()) if n.phase is Phase.F for v in n.writes}
@@ -327,6 +330,9 @@ def config(spec: Spec) -> fxo.OverlapConfig:
         grad_scale=SCALES[spec.grad_scale],
         hooks="refuse" if spec.module_hooks == "no" else "trace",
         dynamic="auto" if spec.dynamic else False,
+        recompute=spec.recompute,
+        ramp=spec.ramp,
+        early_release=spec.early_release,
     )
 
 
@@ -342,6 +348,21 @@ BLOCKS = ("linear", "attention", "mlp", *EXCHANGES, "moe", "raw moe", "local moe
 
 
 @st.composite
+def recomputes(draw: st.DrawFn, name: str, has_layers: bool) -> fxo.Recompute | None:
+    """Every method with every length and what it may keep; modules of any size, none of which is inside another."""
+    method = draw(st.sampled_from((None, "uniform", "uniform", "block", "selective")))
+    if method is None or not (has_layers or method == "selective"):
+        return None
+    keep = tuple(draw(st.lists(st.sampled_from(("dispatch", "experts", "combine")), max_size=2, unique=True)))
+    if method != "selective":
+        return fxo.Recompute(method, draw(st.integers(1, 4)), keep=keep)
+    # "norm" is the last norm and that of every block; of those inside a module that is chosen, it would be refused.
+    inner = draw(st.sampled_from(((f"{name}.*",), (f"{name}.0",), (f"{name}.*.norm",), ("norm",), ())))
+    others = draw(st.lists(st.sampled_from(("embed", "head")), min_size=not inner, unique=True))
+    return fxo.Recompute(method, modules=(*inner, *others), keep=keep)
+
+
+@st.composite
 def specs(draw: st.DrawFn) -> Spec:
     """Random specs."""
     blocks = tuple(draw(st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=4)))
@@ -349,6 +370,7 @@ def specs(draw: st.DrawFn) -> Spec:
     dynamic = draw(mostly(True, False, weight=9))
     one_kind = st.integers(1, 8).flatmap(lambda n: st.integers(1, 4).map(lambda count: (n,) * count))
     two_kinds = st.lists(st.sampled_from((2, 5)), min_size=2, max_size=4).map(tuple)
+    name, glob = draw(mostly("layers", "blocks")), draw(mostly("right", "two", "nothing", weight=4))
     return Spec(
         seed=draw(st.integers(0, 999)),
         dim=draw(st.sampled_from((8, 16))),
@@ -365,7 +387,7 @@ def specs(draw: st.DrawFn) -> Spec:
         outputs=draw(mostly(*OUTPUTS)),
         dropout=draw(st.sampled_from((0.0, 0.3))),
         bf16=draw(mostly(False, True)),
-        name=draw(mostly("layers", "blocks")),
+        name=name,
         lengths=draw(st.one_of(one_kind, two_kinds) if dynamic else one_kind),
         form=draw(st.sampled_from(("tuple", "dict", "Microbatch", "same object"))),
         scales=draw(mostly((1.0,), (0.5,), (1.0, 2.0)) if dynamic else st.just((1.0,))),
@@ -381,7 +403,10 @@ def specs(draw: st.DrawFn) -> Spec:
         schedule=draw(st.sampled_from(("auto", "megatron", "sequential", "random"))),
         delay_wgrad=draw(mostly(True, False)),
         pattern=draw(st.booleans()),
-        glob=draw(mostly("right", "two", "nothing", weight=4)),
+        glob=glob,
         grad_scale=draw(st.sampled_from(tuple(SCALES))),
         dynamic=dynamic,
+        recompute=draw(recomputes(name, glob != "nothing")),
+        ramp=draw(mostly("none", "pair")),
+        early_release=draw(mostly(False, True)),
     )
