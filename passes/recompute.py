@@ -42,14 +42,12 @@ from fxoverlap.passes.cut import Assignment, Key, assignment, make_nodes
 from fxoverlap.passes.op_facts import aten
 from fxoverlap.passes.regions import Region, regions
 
-# Of their first argument these read sizes, strides and dtype only.
+# Of their first argument these read sizes, strides, dtype and device only.
 SHAPE_READERS = (
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
+    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like),
+    *(aten.rand_like, aten.randn_like, aten.randint_like, torch.ops.fxoverlap.bernoulli_like),
+    *(aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full),
+    *(aten.uniform, aten.normal_functional, aten.exponential, aten.geometric, aten.log_normal, aten.cauchy),
 )
 
 
@@ -167,7 +165,7 @@ class _Replay:
         if op.target is aten.native_dropout.default:
             # Its second result, the mask.
             return all(user.args[1] == 1 for user in op.users if user in wanted)
-        return op.target in SHAPE_READERS
+        return op.target is aten.bernoulli.p or getattr(op.target, "overloadpacket", None) in SHAPE_READERS
 
     def _shape(self, source: object) -> tuple[list[Any], list[Any]] | None:
         """Sizes and strides of a value as arguments of an op; None if a number is not at hand."""
@@ -272,6 +270,7 @@ def _kept(joint: JointGraph, keep: Sequence[str]) -> set[fx.Node]:
         is_number = not isinstance(op.meta.get("val"), (torch.Tensor, tuple, list))
         if has_effect or is_number or "unbacked_bindings" in op.meta or op_facts.tag(op).keep:
             kept.add(op)
+            kept.update(part for part in op.users if part.target is operator.getitem)
     return kept
 
 
