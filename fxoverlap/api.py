@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from fxoverlap import compat
+from fxoverlap.budget import Level
 from fxoverlap.capture import TensorLeaf
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
@@ -139,11 +140,22 @@ class OverlappedModel(nn.Module):
         """Capture and plan for microbatches like this one, without running anything."""
         given, planner = as_microbatch(microbatch), self._planner
         variants = planner.variants_for([flatten(given)], [given])
-        if planner.budget.is_set:
-            excess = planner.budget.excess(planner.peak(variants, planner.budget.levels[-1]))
-            if excess > 0:
-                raise planner.budget.refusal([excess], 1)
-        planner.prepare(variants * 3)
+        planner.prepare(variants * 3, self._level_by_itself(variants) if planner.budget.is_set else None)
+
+    def _level_by_itself(self, variants: list[Variant]) -> Level:
+        """The level that a step over three such microbatches would have if there were no other ranks; else over one.
+
+        Raises ConfigError if there is none.
+        """
+        planner, budget = self._planner, self._planner.budget
+        excess: list[int] = []
+        for many in (variants * 3, variants):
+            excess.clear()
+            for level in budget.levels:
+                excess.append(budget.excess(planner.peak(many, level)))
+                if excess[-1] <= 0:
+                    return level
+        raise budget.refusal(excess, 1)
 
     def step(self, microbatches: Sequence[Any], outputs: bool = True) -> StepResult:
         """Forward and backward of all microbatches; gradients accumulate in `.grad` as in eager.
@@ -314,8 +326,8 @@ class OverlappedModel(nn.Module):
     def _plan_together(self, ready: _Ready) -> None:
         """Share costs with the other ranks, plan with what all of them know, and agree on the plans."""
         planner, first, ready.has_news = self._planner, ready.agreement, False
-        last = costs = f"{first}/costs"
-        told, terms = share(ready.groups, planner.own_news(ready.variants), planner.reduce_news, costs, first)
+        last = f"{first}/costs"
+        told, terms = share(ready.groups, planner.own_news(ready.variants), planner.reduce_news, last, first)
         failure: BaseException | None = None
         try:
             if planner.costs.agree(told):
@@ -325,7 +337,7 @@ class OverlappedModel(nn.Module):
             failure = error
         # Where the ranks' configs differ in what decides, their plans will not be agreed on.
         if planner.budget.is_set and len(terms) == 1:
-            last = self._stay_in_budget(ready, failure, f"{first}/memory", costs)
+            last, failure = self._stay_in_budget(ready, failure, f"{first}/memory", last)
         try:
             if failure is None:
                 self._plan(ready)
@@ -334,29 +346,39 @@ class OverlappedModel(nn.Module):
         ready.agreement = f"{first}/plans"
         ready.session = agree(ready.groups, self._standing(ready, failure), ready.agreement, last).session
 
-    def _stay_in_budget(self, ready: _Ready, failure: BaseException | None, session: str, before: str) -> str:
-        """Find the first level at which a step fits into the budget of every rank, together; the last session.
+    def _stay_in_budget(
+        self, ready: _Ready, failure: BaseException | None, session: str, before: str
+    ) -> tuple[str, BaseException | None]:
+        """Find, together, the first level at which a step fits into the budget of every rank.
 
-        Raises ConfigError, on every rank, if there is none.
+        Args:
+            ready: the step.
+            failure: what has kept this rank from planning, if anything has.
+            session, before: as for `share`; levels have sessions of their own.
+
+        Returns: the last session, and what keeps this rank from planning now. A failure ends the search on all ranks.
+        Raises ConfigError, on every rank, if there is no such level.
         """
-        budget, structures = self._planner.budget, [each.structure for each in ready.variants]
-        number = share(ready.groups, budget.start(structures), max, session, before)
-        excess: list[int] = []
-        for i, level in enumerate(budget.levels[number:], number):
-            before, session_of_level = session, f"{session}{i}"
+        planner, budget = self._planner, self._planner.budget
+        structures = [each.structure for each in ready.variants]
+        start = share(ready.groups, budget.start(structures), max, session, before)
+        last, most = session, []
+        for number in budget.numbers(start):
+            last, before, excess = f"{session}/{number}", last, 0
             try:
-                if failure is not None:
-                    raise failure
-                own = budget.excess(self._planner.peak(ready.variants, level))
+                if failure is None:
+                    interrupts.check()
+                    excess = budget.excess(planner.peak(ready.variants, budget.levels[number]))
             except (Exception, KeyboardInterrupt) as error:
-                report_failure(session_of_level, error)
-                raise
-            excess.append(share(ready.groups, own, max, session_of_level, before))
-            session = session_of_level
-            if excess[-1] <= 0:
-                budget.choose(structures, ready.variants, i)
-                return session
-        raise budget.refusal(excess, len(ready.variants))
+                failure = error
+            has_failed, excess = share(ready.groups, (failure is not None, excess), max, last, before)
+            if has_failed:
+                return last, failure
+            if excess <= 0:
+                budget.choose(structures, ready.variants, number)
+                return last, failure
+            most.append(excess)
+        raise budget.refusal(most, len(ready.variants))
 
     def _standing(self, ready: _Ready, failure: BaseException | None) -> Standing:
         """What this rank tells the others."""

@@ -4,8 +4,9 @@ In:  the config, and what steps take in memory at each *level* (`Level`).
 Out: the level of each step: the first at which it takes no more than the budget on any rank.
 
 Levels go from the most freedom to the least memory. All ranks go through them together, each with the bytes of its own
-microbatches, so that they choose the same. A step is known by the structures of its microbatches; its level only rises,
-until costs change.
+microbatches, so that they choose the same. A step is known by the structures of its microbatches. It keeps its level
+until costs change, and while its microbatches, of whatever lengths, fit into the budget on every rank; else the ranks
+go on to the levels behind it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError
+
+_KEPT = 1024
+"""Steps that are remembered to fit: with many lengths there may be any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +59,33 @@ class Budget:
         self.is_set = config.memory_budget is not None
         self.terms = f"{config.memory_budget} {self.levels}"
         self._chosen: dict[tuple[str, ...], int] = {}  # by structures of the microbatches
-        self._known: set[tuple[object, ...]] = set()
+        self._fitting: dict[tuple[int, tuple[object, ...]], None] = {}  # number of the level, captures
 
     def level(self, structures: Sequence[str]) -> Level:
         """The level of a step."""
         return self.levels[self.start(structures)]
 
     def start(self, structures: Sequence[str]) -> int:
-        """The number of the lowest level that a step may still have."""
+        """The number of the level that a step has, or of the first one."""
         return self._chosen.get(tuple(structures), 0)
 
-    def is_open(self, variants: Sequence[object]) -> bool:
-        """Whether the ranks have to find the level of a step over these captures."""
-        return self.is_set and tuple(variants) not in self._known
+    def numbers(self, start: int) -> list[int]:
+        """The numbers of all levels, in the order in which they are tried from one on."""
+        return [*range(start, len(self.levels)), *range(start)]
+
+    def is_chosen(self, structures: Sequence[str]) -> bool:
+        """Whether the ranks have found the level of a step."""
+        return tuple(structures) in self._chosen
+
+    def fits(self, structures: Sequence[str], variants: Sequence[object]) -> bool:
+        """Whether a step over these captures is known to take no more than the budget on this rank at its level."""
+        return (self.start(structures), tuple(variants)) in self._fitting
+
+    def note(self, structures: Sequence[str], variants: Sequence[object]) -> None:
+        """A step over these captures takes no more than the budget on this rank at its level."""
+        if len(self._fitting) >= _KEPT:
+            self._fitting.pop(next(iter(self._fitting)))
+        self._fitting[self.start(structures), tuple(variants)] = None
 
     def excess(self, peak: int) -> int:
         """By how many bytes such a peak is above the budget; at most 0 where it is not."""
@@ -77,12 +95,16 @@ class Budget:
     def choose(self, structures: Sequence[str], variants: Sequence[object], number: int) -> None:
         """A step has the level with this number."""
         self._chosen[tuple(structures)] = number
-        self._known.add(tuple(variants))
+        self.note(structures, variants)
 
     def forget(self) -> None:
         """What steps take has changed."""
         self._chosen.clear()
-        self._known.clear()
+        self._fitting.clear()
+
+    def forget_captures(self) -> None:
+        """Some captures are gone; levels are those of structures and stay."""
+        self._fitting.clear()
 
     def refusal(self, excess: Sequence[int], microbatches: int) -> ConfigError:
         """The error for a step that takes too much at every level, given by how much."""
@@ -90,10 +112,11 @@ class Budget:
         assert config.memory_budget is not None
         least = config.memory_budget + min(excess)
         many = "one microbatch" if microbatches == 1 else f"{microbatches} microbatches"
-        search = "" if config.schedule == "auto" else ' or schedule="auto", which may find a smaller one'
+        # What "auto" may come down to is "sequential".
+        search = "" if config.schedule in ("auto", "sequential") else 'set schedule="auto", which may take less, '
         return ConfigError(
             f"OverlapConfig.memory_budget is {config.memory_budget} bytes, but the least peak of a step over {many} "
             f"is {least} bytes on the rank that needs most, with exchanges that bring {config.imbalance:g} times the "
-            f"balanced number of rows. Set a budget of at least that, recompute more{search}, or make microbatches "
+            f"balanced number of rows. Set a budget of at least that, {search}recompute more, or make microbatches "
             f"smaller."
         )

@@ -38,7 +38,6 @@ from fxoverlap.schedule import (
     labels_of,
     plan_in_order,
     rounds_of,
-    rounds_with,
 )
 from fxoverlap.schedule.cost import of_plan
 from fxoverlap.schedule.memory import peak_bytes
@@ -129,7 +128,7 @@ class Planner:
         self._variants: dict[Key, Variant] = {}
         self._chosen: dict[tuple[Level, tuple[tuple[str, str], ...]], Chosen] = {}
         self._built: dict[tuple[Level, tuple[tuple[str, Variant], ...]], Built] = {}
-        self._latest: tuple[Variant, Variant] | None = None
+        self._latest: tuple[Variant, ...] = ()
         self._fingerprints: dict[tuple[int, ...], Fingerprint] = {}
         self.records: list[PassRecord] = []
         self.costs = Costs(config)
@@ -185,6 +184,7 @@ class Planner:
             del self._variants[key]
         known = set(self._variants.values())
         self._built = {key: built for key, built in self._built.items() if known.issuperset(dict(key[1]).values())}
+        self.budget.forget_captures()
         self._fingerprints.clear()  # their keys are addresses of programs
 
     def built(self, met: Mapping[str, Variant]) -> Built:
@@ -229,29 +229,46 @@ class Planner:
         return rounds_of(microbatches, self._pairs())
 
     def latest_rounds(self, microbatches: int) -> list[Round]:
-        """The rounds of a step over so many microbatches of the latest variants."""
-        kinds = {kind_of(each) for each in self.rounds(microbatches)}
-        plans = {kind: self.latest_built(kind).fused.plan for kind in kinds}
-        return rounds_with(plans, microbatches, self._pairs())
+        """The rounds of a step over so many microbatches: the latest ones, and more like the first of them before."""
+        self.latest()
+        variants = [*[self._latest[0]] * (microbatches - len(self._latest)), *self._latest][-microbatches:]
+        return [
+            Round(self.built({mb: variants[i] for mb, i in numbers.items()}).fused.plan, numbers)
+            for numbers in self.rounds(microbatches)
+        ]
 
     def _pairs(self) -> bool:
-        return self._config.ramp == "pair" and self.alone is None and self._level.pairs
+        return self._config.ramp == "pair" and self.alone is None
 
     def has_news(self, variants: Sequence[Variant]) -> bool:
         """Whether the ranks have to share what they know before they plan a step over these variants."""
-        return self.costs.has_news(each.structure for each in variants) or self.budget.is_open(variants)
+        return self.costs.has_news(each.structure for each in variants) or not self._fits(variants)
+
+    def _fits(self, variants: Sequence[Variant]) -> bool:
+        """Whether a step over these variants stays in the budget on this rank, at a level that the ranks have found."""
+        budget, structures = self.budget, [each.structure for each in variants]
+        if not budget.is_set or budget.fits(structures, variants):
+            return True
+        if not budget.is_chosen(structures) or budget.excess(self.peak(variants, budget.level(structures))) > 0:
+            return False
+        budget.note(structures, variants)
+        return True
 
     def peak(self, variants: Sequence[Variant], level: Level) -> int:
         """Most bytes that a step over these variants holds at one time on this rank, at a level."""
+        before = self._level, self.alone
         self._begin(variants, level)
-        plans: dict[tuple[tuple[str, Variant], ...], Plan] = {}
-        rounds = []
-        for numbers in self.rounds(len(variants)):
-            met = {mb: variants[i] for mb, i in numbers.items()}
-            key = tuple(met.items())
-            if key not in plans:
-                plans[key] = _plan(self._choose(met), met)
-            rounds.append(Round(plans[key], numbers))
+        try:
+            plans: dict[tuple[tuple[str, Variant], ...], Plan] = {}
+            rounds = []
+            for numbers in self.rounds(len(variants)):
+                met = {mb: variants[i] for mb, i in numbers.items()}
+                key = tuple(met.items())
+                if key not in plans:
+                    plans[key] = _plan(self._choose(met), met)
+                rounds.append(Round(plans[key], numbers))
+        finally:
+            self._level, self.alone = before
         return peak_bytes(rounds)
 
     def own_news(self, variants: Sequence[Variant]) -> News:
@@ -266,25 +283,33 @@ class Planner:
         tables = {key: reduced(tables, chunks[key]) for key, tables in told.items() if tables}
         return tables, frozenset().union(*(terms for _, terms in everyones))
 
-    def prepare(self, variants: list[Variant]) -> list[Built]:
-        """The programs of a step over microbatches of these variants, one a round; they become the latest."""
-        self._latest = (variants[-1], variants[max(len(variants) - 2, 0)])
-        self._begin(variants, self.budget.level([each.structure for each in variants]))
+    def prepare(self, variants: Sequence[Variant], level: Level | None = None) -> list[Built]:
+        """The programs of a step over microbatches of these variants, one a round; they become the latest.
+
+        Args:
+            variants: one a microbatch.
+            level: None: that which the ranks have found.
+        """
+        self._latest = tuple(variants)
+        self._begin(variants, level or self.budget.level([each.structure for each in variants]))
         return [self.built({mb: variants[i] for mb, i in each.items()}) for each in self.rounds(len(variants))]
 
     def _begin(self, variants: Sequence[Variant], level: Level) -> None:
         """Plans from here on are for steps over these variants, at a level."""
         self._level = level
-        self.alone = next((each.alone[kind] for kind in PAIRS for each in variants if kind in each.alone), None)
+        alone = [each.alone[kind] for kind in PAIRS for each in variants if kind in each.alone]
+        if self._config.ramp == "pair" and not level.pairs:
+            alone.append("with it a step takes more than memory_budget")
+        self.alone = alone[0] if alone else None
 
     def latest(self) -> tuple[Variant, Variant]:
         """The variants whose forward and backward the latest FB plan holds. Raises UnsupportedError before a trace."""
-        if self._latest is None:
+        if not self._latest:
             raise UnsupportedError(
                 "Nothing has been traced yet. Pass example_inputs to transform, or run a step, before you ask for "
                 "plans, graphs or the report."
             )
-        return self._latest
+        return self._latest[-1], self._latest[max(len(self._latest) - 2, 0)]
 
     def latest_built(self, kind: str) -> Built:
         """The program of one kind for the latest variants.

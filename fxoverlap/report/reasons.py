@@ -32,8 +32,8 @@ def covered(plan: Plan) -> tuple[int, int]:
 
 def in_step(rounds: Sequence[Round]) -> tuple[int, int]:
     """(exchanges with real work beside them, all exchanges) of a step."""
-    by_kind = {each.plan.kind: covered(each.plan) for each in rounds}
-    figures = [by_kind[each.plan.kind] for each in rounds]
+    by_plan = {id(each.plan): covered(each.plan) for each in rounds}
+    figures = [by_plan[id(each.plan)] for each in rounds]
     return sum(done for done, _ in figures), sum(every for _, every in figures)
 
 

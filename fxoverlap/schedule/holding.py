@@ -53,19 +53,19 @@ def blocks_of(chunks: Mapping[str, ChunkGraph], tasks: Sequence[Task], costs: Co
 def held_bytes(order: Sequence[int], tasks: Sequence[Task], blocks: Iterable[Block]) -> int:
     """Most bytes that an order, of positions in `tasks`, holds at one time."""
     at = {task: i for i, task in enumerate(order)}
-    change = [0] * (len(order) + 1)
+    made, ends = [0] * len(order), [0] * len(order)
     alive = 0
     for block in blocks:
         if block.made is None:
             alive += block.bytes
         else:
-            change[at[block.made]] += block.bytes
+            made[at[block.made]] += block.bytes
         if block.until:
-            change[1 + max(at[task] for task in block.until)] -= block.bytes
+            ends[max(at[task] for task in block.until)] += block.bytes
     most = alive
-    for task, more in zip(order, change, strict=False):
-        most = max(most, alive + tasks[task].inside, alive + more)
-        alive += more
+    for task, more, less in zip(order, made, ends, strict=True):
+        most = max(most, alive + max(tasks[task].inside, more))
+        alive += more - less
     return most
 
 

@@ -229,9 +229,9 @@ class _Grid:
         for number in bundle.tasks:
             most = max(most, alive + max(self._tasks[number].inside, self._made[number]))
             alive += self._made[number]
-        for size, until in self._ends.get((bundle.queue, taken[bundle.queue]), ()):
-            if all(taken[queue] >= count for queue, count in until):
-                alive -= size
+            for size, others in self._ends.get(number, ()):
+                if all(taken[queue] >= count for queue, count in others):
+                    alive -= size
         return alive, max(partial.excess, int(max(0, most - self._room)))
 
     def _bound(self, partial: _Partial) -> tuple[float, float, int]:
@@ -301,22 +301,23 @@ def _queues(tasks: Sequence[Task]) -> list[list[_Bundle]]:
 
 def _ends(
     blocks: Sequence[Block], queues: Sequence[Sequence[_Bundle]]
-) -> dict[tuple[int, int], list[tuple[int, tuple[tuple[int, int], ...]]]]:
-    """What a bundle may end: by (queue, number of its bundles that have been issued then), for each block that no later
-    bundle of this queue needs, (its bytes, (queue, number of its bundles) that must have been issued)."""
+) -> dict[int, list[tuple[int, tuple[tuple[int, int], ...]]]]:
+    """What a task may end: for each block that no later task of its queue needs, (its bytes, (queue, number of its
+    bundles) of the other queues that must have been issued)."""
     place = {
-        task: (bundle.queue, position + 1)
+        task: (bundle.queue, position + 1, i)
         for queue in queues
         for position, bundle in enumerate(queue)
-        for task in bundle.tasks
+        for i, task in enumerate(bundle.tasks)
     }
-    found: dict[tuple[int, int], list[tuple[int, tuple[tuple[int, int], ...]]]] = {}
+    found: dict[int, list[tuple[int, tuple[tuple[int, int], ...]]]] = {}
     for block in blocks:
-        until: dict[int, int] = {}
-        for queue, count in (place[task] for task in block.until):
-            until[queue] = max(until.get(queue, 0), count)
-        for each in until.items():
-            found.setdefault(each, []).append((block.bytes, tuple(until.items())))
+        last: dict[int, int] = {}  # by queue
+        for task in sorted(block.until, key=place.__getitem__):
+            last[place[task][0]] = task
+        for queue, task in last.items():
+            others = tuple((other, place[each][1]) for other, each in last.items() if other != queue)
+            found.setdefault(task, []).append((block.bytes, others))
     return found
 
 
