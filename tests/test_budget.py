@@ -172,6 +172,11 @@ def test_schedules_without_a_search_are_refused(group: dist.ProcessGroup, schedu
     assert ('set schedule="auto"' in str(caught.value)) == (schedule != "sequential")
 
 
+def test_the_least_peak_is_that_of_any_level() -> None:
+    error = budget.Budget(fxo.OverlapConfig(memory_budget=1000)).refusal([30, 10, 20], 2)
+    assert "the least peak of a step over 2 microbatches is 1010 bytes" in str(error)
+
+
 def test_transform_refuses_what_one_microbatch_exceeds(group: dist.ProcessGroup) -> None:
     [example] = microbatches(count=1)
     with pytest.raises(fxo.ConfigError, match=r"over one microbatch is \d+ bytes") as caught:

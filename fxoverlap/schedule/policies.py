@@ -117,7 +117,7 @@ def auto(
     if room is None:
         return _fastest([grid.order(), *fixed], chunks, costs)
     least = grid.held(fixed[1])
-    most = least + int(room * max(0, grid.held(grid.order()) - least))
+    most = least if room == 0 else least + int(room * max(0, grid.held(grid.order()) - least))
     found = grid.order(most)
     most = max(most, grid.held(found))  # what it takes may be a little more
     return _fastest([each for each in (found, *fixed) if grid.held(each) <= most], chunks, costs)
