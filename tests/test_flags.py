@@ -31,6 +31,8 @@ def flags(group: dist.ProcessGroup) -> dict[str, tuple[Any, ...]]:
         "passes": (None, default_passes()),
         "ramp": ("none", "pair"),
         "early_release": (False, True),
+        "memory_budget": (None, 1 << 30),
+        "recompute": (None, fxo.Recompute("uniform")),
     }
 
 
@@ -67,12 +69,14 @@ def test_b79_b94_b95_every_pair_of_flags_builds_and_gives_the_same_bits(group: d
 @pytest.mark.slow
 def test_b79_b94_b95_the_whole_product_builds_and_gives_the_same_bits(group: dist.ProcessGroup) -> None:
     choices = flags(group)
+    for name in ("memory_budget", "recompute"):
+        del choices[name]  # in pairs with every other flag above
     for values in itertools.product(*choices.values()):
         check(group, dict(zip(choices, values, strict=True)))
 
 
 @pytest.mark.parametrize("delay_wgrad", [True, False])
-@pytest.mark.parametrize("flag", [{"memory_budget": 1 << 30}, {"recompute": fxo.Recompute("uniform")}])
+@pytest.mark.parametrize("flag", [{"compile": "inductor"}, {"opaque": ("layers.*.attention",)}])
 def test_b79_flags_that_are_not_built_are_refused_by_name(flag: dict[str, Any], delay_wgrad: bool) -> None:
     with pytest.raises(fxo.UnsupportedError, match=f"OverlapConfig.{next(iter(flag))} is .*cannot do it yet"):
         fxo.OverlapConfig(delay_wgrad=delay_wgrad, **flag)

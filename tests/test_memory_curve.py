@@ -19,9 +19,9 @@ from toys import RandomOrder, RawModel, batches, rows, toy
 
 import fxoverlap as fxo
 from fxoverlap.benchmarks.live_bytes import LiveBytes
-from fxoverlap.ir import ChunkGraph, Lane, NodeCost, Phase, Round, ScheduleNode, Slot
+from fxoverlap.ir import Lane, Round
 from fxoverlap.passes.memory import footprint
-from fxoverlap.schedule.memory import _deaths, crossing_bytes, curve
+from fxoverlap.schedule.memory import _deaths, curve
 
 REPEATS = 3
 COUNTS = (1, 2, 3)
@@ -166,26 +166,6 @@ def test_footprint_of_a_node(overlapped: fxo.OverlappedModel) -> None:
         assert {made.storage for made in found.made if made.last is None} <= handed_on
         if node.lane is Lane.COMM:
             assert (len(found.made) == len(node.ops) and "all_to_all" in code) or "exchange" in code
-
-
-def test_bytes_that_cross_nodes() -> None:
-    """By costs: 8 bytes from a to c, 4 from the launch to c, and what the launch sends until c."""
-
-    def node(slot: Slot, reads: tuple[str, ...], writes: tuple[str, ...], lane: Lane = Lane.COMPUTE) -> ScheduleNode:
-        return ScheduleNode(0, slot, Phase.F, lane, (), reads, writes)
-
-    nodes = (
-        node(Slot.PRE_DISPATCH, (), ("a",)),
-        node(Slot.DISPATCH, ("a",), ("sent",), Lane.COMM),
-        node(Slot.SHARED, (), ("aside",)),
-        node(Slot.EXPERTS, ("sent",), ()),
-        node(Slot.POST_COMBINE, ("aside",), ()),
-    )
-    sizes = dict(zip((each.name for each in nodes), (8, 4, 2, 1, 0), strict=True))
-    chunk = ChunkGraph(None, nodes, layers=1, costs={name: NodeCost(allocated=size) for name, size in sizes.items()})
-    plan = fxo.schedule.build_plan(chunk, None, fxo.OverlapConfig(schedule="sequential"))
-    assert [each.node for each in plan.order] == list(nodes)
-    assert crossing_bytes(plan) == 8 + 4 + 2 + 1
 
 
 def test_report_tells_the_peaks(overlapped: fxo.OverlappedModel) -> None:
