@@ -95,15 +95,19 @@ class OverlappedModel(nn.Module):
 
     Attributes:
         module: the model.
-        config: the config it was transformed with.
     """
 
     def __init__(self, model: nn.Module, config: OverlapConfig) -> None:
         super().__init__()
         self.module = model
-        self.config = config
+        self._config = config
         self._begin_anew()
         self.register_load_state_dict_pre_hook(_add_prefix)
+
+    @property
+    def config(self) -> OverlapConfig:
+        """The config that the model was transformed with; for another one, transform again."""
+        return self._config
 
     def __getstate__(self) -> dict[str, Any]:
         """For `pickle` and `copy.deepcopy`: all but profiles, and what was captured, which holds its tensors."""

@@ -130,7 +130,7 @@ def _add_pattern(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _add_recompute(parser: argparse.ArgumentParser) -> None:
-    about = "what the backward computes again: uniform:LAYERS, block:LAYERS or selective:GLOB[,GLOB]"
+    about = "what the backward computes again: uniform[:LAYERS], block[:LAYERS] or selective:GLOB[,GLOB]"
     parser.add_argument("--recompute", type=_recompute, metavar="METHOD:WHAT", help=about)
 
 
@@ -187,7 +187,7 @@ def _recompute(text: str) -> fxo.Recompute:
     try:
         if method == "selective":
             return fxo.Recompute(method, modules=tuple(filter(None, what.split(","))))
-        return fxo.Recompute(method, num_layers=int(what))
+        return fxo.Recompute(method, num_layers=int(what or 1))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected such as uniform:1, got {text!r}: {error}") from error
 

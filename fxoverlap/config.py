@@ -53,8 +53,11 @@ class Recompute:
         if self.method not in METHODS:
             raise ConfigError(f"Recompute.method is {self.method!r}; allowed: {', '.join(METHODS)}.")
         _positive("Recompute", "num_layers", self.num_layers)
-        if not _is_sequence(self.modules) or not all(isinstance(m, str) for m in self.modules):
-            raise ConfigError(f"Recompute.modules is {self.modules!r}; allowed: a sequence of FQN globs.")
+        is_given = _is_sequence(self.modules) and all(isinstance(m, str) and all(m.split(".")) for m in self.modules)
+        if not is_given:
+            raise ConfigError(
+                f"Recompute.modules is {self.modules!r}; allowed: a sequence of FQN globs such as 'layers.*.norm'."
+            )
         if self.method == "selective" and not self.modules:
             raise ConfigError("Recompute.modules is empty; method 'selective' needs at least one FQN glob.")
         if not _is_sequence(self.keep) or not all(each in KEEP for each in self.keep):

@@ -96,12 +96,15 @@ def _segment_name(joint: JointGraph, ops: Iterable[fx.Node]) -> str:
 def _modules(ops: Iterable[fx.Node], globs: Sequence[str]) -> list[Region]:
     members: dict[str, list[fx.Node]] = {}
     unmatched = set(globs)
+    ran: dict[str, None] = {}
     for op in ops:
         tag = op_facts.tag(op)
         found = {}
         for call in tag.calls or (f"{tag.fqn}#0",) if tag.fqn else ():
             fqn = call.rpartition("#")[0]
-            matching = [glob for glob in globs if matches(fqn, glob)]
+            ran[fqn] = None
+            # The model itself has no FQN.
+            matching = [glob for glob in globs if fqn and matches(fqn, glob)]
             if matching:
                 unmatched.difference_update(matching)
                 found[fqn] = call
@@ -109,13 +112,14 @@ def _modules(ops: Iterable[fx.Node], globs: Sequence[str]) -> list[Region]:
             outer, inner, *_ = found
             raise UnsupportedError(
                 f"OverlapConfig.recompute: modules={list(globs)} matches {outer} and {inner} inside it, but what is "
-                f"computed again must not overlap. Leave out one of the two."
+                f"computed again must not overlap. Write globs that match one of the two."
             )
         for call in found.values():
             members.setdefault(call, []).append(op)
     if unmatched:
         raise UnsupportedError(
             f"OverlapConfig.recompute: modules={list(globs)}, but {', '.join(sorted(unmatched))} matches no module "
-            f"that the forward runs. A glob matches whole parts of an FQN, such as 'layers.*.norm'."
+            f"that the forward calls and that computes something, such as {', '.join(list(filter(None, ran))[:5])}. "
+            f"A glob matches whole parts of an FQN."
         )
     return [Region(f"module {call.rpartition('#')[0]}", tuple(region)) for call, region in members.items()]
