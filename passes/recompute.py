@@ -130,16 +130,17 @@ class _Replay:
         """The ops whose results the region keeps; of several with one storage, the one that allocated it.
 
         What is kept of a launch is its wait: the result of the launch itself may still be on its way. Parts of a
-        tensor that has been split are kept with it, so that no node has nothing to do but to split it again.
+        tensor that is there, kept or from outside, are not split off again.
         """
         members = set(region.ops)
         roots = {op_facts.storage_root(op) for op in region.ops if self._is_kept(op, members, depths)}
 
         def holds(op: fx.Node) -> bool:
             root = op_facts.storage_root(op)
+            is_part = op is not root and op.target is operator.getitem
             if root not in roots:
-                return False
-            return op_facts.is_wait(op) if _is_in_flight(root) else op is root or op.target is operator.getitem
+                return is_part and root not in members
+            return op_facts.is_wait(op) if _is_in_flight(root) else op is root or is_part
 
         return {op for op in region.ops if holds(op)}
 

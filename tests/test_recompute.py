@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from odd import Odd, in_turn
 from replays import chunk_of, disorder, faults, head_is_first, launches, ops_of, replay_nodes, saved
 from toys import RawModel, batches, toy, train_both
 
@@ -226,6 +227,43 @@ def test_dropout_adds_the_state_of_the_generator_and_nothing_else(group: dist.Pr
     values = [ops_of(with_draws)[value].meta["val"] for value in saved(with_draws)]
     states = [value for value in values if isinstance(value, torch.Tensor) and value.dtype is torch.uint8]
     assert [len(each) for each in states] == [compat.rng_state_bytes(torch.device("cpu"))] * 2
+
+
+class Act(torch.nn.Module):
+    """`f(linear(x), x)`."""
+
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.linear, self.f = torch.nn.Linear(16, 16), f
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.f(self.linear(x), x)
+
+
+def gated(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return y + torch.cat((a * b, b), -1)
+
+
+def shared_parts(y: torch.Tensor, x: torch.Tensor) -> Any:
+    """Parts of one tensor: the own backward needs both, the next layer one."""
+    a, b = y.tanh().chunk(2, -1)
+    return torch.cat((a * b, a), -1), b
+
+
+def parts(m: Odd, x: torch.Tensor) -> torch.Tensor:
+    x, b = m.layers[0](x)
+    return m.layers[1](x) * b.repeat(1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "wire, f", [(in_turn, lambda y, x: y.tanh()), (in_turn, gated), (parts, shared_parts)], ids=["output", "in", "out"]
+)
+def test_what_is_there_is_not_made_again(wire: Any, f: Any) -> None:
+    """The backward needs of the first layer its output, parts of its input, parts of what is read outside."""
+    second = Act(lambda y, x: y.sin())
+    made = chunk_of(Odd(wire, Act(f), second), batches(1)[0], recompute=Recompute("uniform"))
+    assert [node.layer for node in replay_nodes(made)] == [1]
 
 
 @pytest.mark.parametrize(
