@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from odd import Odd, in_turn
+from odd import Odd
 from replays import chunk_of, disorder, faults, head_is_first, launches, ops_of, replay_nodes, saved
 from toys import RawModel, batches, toy, train_both
 
@@ -230,14 +230,14 @@ def test_dropout_adds_the_state_of_the_generator_and_nothing_else(group: dist.Pr
 
 
 class Act(torch.nn.Module):
-    """`f(linear(x), x)`."""
+    """`f(linear(x), x, ...)`."""
 
     def __init__(self, f: Any) -> None:
         super().__init__()
         self.linear, self.f = torch.nn.Linear(16, 16), f
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.f(self.linear(x), x)
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
+        return self.f(self.linear(x), x, *more)
 
 
 def gated(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -245,25 +245,24 @@ def gated(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y + torch.cat((a * b, b), -1)
 
 
-def shared_parts(y: torch.Tensor, x: torch.Tensor) -> Any:
-    """Parts of one tensor: the own backward needs both, the next layer one."""
+def parts(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     a, b = y.tanh().chunk(2, -1)
     return torch.cat((a * b, a), -1), b
 
 
-def parts(m: Odd, x: torch.Tensor) -> torch.Tensor:
-    x, b = m.layers[0](x)
-    return m.layers[1](x) * b.repeat(1, 1, 2)
+THERE: dict[str, tuple[Any, Any]] = {
+    "output": (lambda y, x: y.tanh(), lambda y, x: x + 1),
+    "parts of the input": (gated, lambda y, x: x + 1),
+    "parts of what is read outside": (parts, lambda y, x, b: x + torch.cat((b, b), -1)),
+}
 
 
-@pytest.mark.parametrize(
-    "wire, f", [(in_turn, lambda y, x: y.tanh()), (in_turn, gated), (parts, shared_parts)], ids=["output", "in", "out"]
-)
-def test_what_is_there_is_not_made_again(wire: Any, f: Any) -> None:
-    """The backward needs of the first layer its output, parts of its input, parts of what is read outside."""
-    second = Act(lambda y, x: y.sin())
-    made = chunk_of(Odd(wire, Act(f), second), batches(1)[0], recompute=Recompute("uniform"))
-    assert [node.layer for node in replay_nodes(made)] == [1]
+@pytest.mark.parametrize("case", THERE)
+def test_what_is_there_is_not_made_again(case: str) -> None:
+    """The backward of the first layer needs this; nothing reads it that saves it."""
+    first, second = map(Act, THERE[case])
+    model = Odd(lambda m, x: m.layers[1](*y) if type(y := m.layers[0](x)) is tuple else m.layers[1](y), first, second)
+    assert replay_nodes(chunk_of(model, batches(1)[0], recompute=Recompute("uniform"))) == []
 
 
 @pytest.mark.parametrize(
