@@ -212,7 +212,7 @@ def remake_views(joint: JointGraph, keys: Assignment) -> None:
     graph = joint.module.graph
     results = {value for value, _ in (*joint.gradients, *joint.mutations)} | {joint.loss, *joint.outputs}
     for node in reversed(list(op_facts.ops(graph))):
-        if not op_facts.is_free_view(node):
+        if not (op_facts.is_free_view(node) or _is_part_of_input(node)):
             continue
         copies: dict[Key, fx.Node] = {}
         for user in list(node.users):
@@ -228,6 +228,15 @@ def remake_views(joint: JointGraph, keys: Assignment) -> None:
         if not node.users and node.name not in results:
             graph.erase_node(node)
             del keys[node]
+
+
+def _is_part_of_input(node: fx.Node) -> bool:
+    """Whether the op parts an input into views, or takes one of them.
+
+    A buffer may be written to before a later node reads its parts: that node must read the buffer of its microbatch.
+    """
+    base = op_facts.view_base(node)
+    return base is not None and not op_facts.is_op(op_facts.storage_root(base))
 
 
 def _key_order(chain: Chain) -> list[Key]:

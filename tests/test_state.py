@@ -39,6 +39,14 @@ def replaced(m: Any, x: Tensor) -> Tensor:
     return (m.linear(x) * m.mean.detach()).sum()
 
 
+def replaced_after_parts_were_read(m: Any, x: Tensor) -> Tensor:
+    """The backward reads parts of the old value."""
+    left, right = m.mean.chunk(2)
+    loss = (m.linear(x)[:, :2] * left * right.sin()).square().sum()
+    m.mean = m.mean + 1.0
+    return loss
+
+
 def replaced_twice(m: Any, x: Tensor) -> Tensor:
     m.mean = m.mean + x.mean(0)
     m.mean = m.mean * 0.5
@@ -82,6 +90,7 @@ BUFFERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str,
     "read by backward": (ema_read_by_backward, dict),
     "old value read by backward": (old_value_read_by_backward, dict),
     "replaced": (replaced, dict),
+    "replaced after parts were read": (replaced_after_parts_were_read, dict),
     "replaced twice": (replaced_twice, dict),
     "swapped": (swapped, lambda: {"child": Made(ema_read_by_backward)}),
     "swapped and not read": (swapped_and_not_read, lambda: {"other": nn.Buffer(torch.zeros(4))}),
