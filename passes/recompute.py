@@ -38,7 +38,7 @@ from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import META, ChunkGraph, Exchange, JointGraph, Lane, Phase, Role, ScheduleNode, Slot
 from fxoverlap.passes import op_facts
-from fxoverlap.passes.cut import Assignment, Key, assignment, make_nodes
+from fxoverlap.passes.cut import Assignment, Key, assignment, make_nodes, remake_views
 from fxoverlap.passes.op_facts import aten
 from fxoverlap.passes.regions import Region, regions
 
@@ -65,6 +65,8 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
         replay.add(region)
     joint = replace(chunk.joint, exchanges=(*chunk.joint.exchanges, *replay.exchanges()))
     ends = _ends(found, keys)
+    # A region may read a view of a buffer that is made outside of it.
+    remake_views(joint, keys)
     _drop_unread(joint, keys)
     nodes = make_nodes(joint, keys, _key_order(chunk, keys))
     replays = one_at_a_time(nodes, ends)
@@ -81,7 +83,8 @@ class _Replay:
         self._joint, self._keys, self._graph = joint, keys, joint.module.graph
         self._kept = _kept(joint, keep)
         self._ends = {joint.loss, *joint.outputs, *(value for value, _ in (*joint.mutations, *joint.gradients))}
-        self._front = next(op for op in op_facts.ops(self._graph) if keys[op][2] is not Phase.F)
+        # Not in front of the first op of the backward: views that it reads stand among those of the forward.
+        self._front = max(op for op in op_facts.ops(self._graph) if keys[op][2] is Phase.F).next
         self._numbers = _numbers(self._graph)
         self._copies: dict[fx.Node, fx.Node] = {}
 
@@ -104,7 +107,7 @@ class _Replay:
             if op in wanted:
                 # What is not wanted is read for its shape.
                 empty = {s: self._empty(s, op) for s in op.all_input_nodes if s in replayable and s not in wanted}
-                copies[op] = self._copy(op, copies | empty)
+                copies[op] = self._copy(op, copies | empty if empty else copies)
                 for user in readers[op]:
                     user.replace_input_with(op, copies[op])
         self._copies.update(copies)

@@ -18,7 +18,7 @@ from hybrid_patterns import SMALL
 from odd import Dense, Odd, in_turn, moe
 from replays import faults
 from torch import Tensor, nn
-from toys import batches, toy, train_both
+from toys import Made, batches, rows, toy, train_both
 
 import fxoverlap as fxo
 from fxoverlap.launch import launch
@@ -260,6 +260,31 @@ def test_buffers_change_once(write: Any, asked: fxo.Recompute, group: dist.Proce
     overlapped = fxo.transform(model, config, example_inputs=batches(1)[0])
     assert faults(overlapped.plan("FB").backward) == []
     assert train_both(overlapped, lambda step: batches(3, seed=step), steps=2) == []
+
+
+class Combined(nn.Module):
+    """The backward of `add` does not read the shift, but its replay does."""
+
+    def __init__(self, combine: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.combine = combine
+
+    def forward(self, x: Tensor, part: Tensor) -> Tensor:
+        return torch.sigmoid(self.combine(x, part)).square()
+
+
+@pytest.mark.parametrize("combine", [torch.add, torch.mul])
+@pytest.mark.parametrize(
+    "part", [lambda mean: mean.chunk(2)[1], lambda mean: mean[2:], lambda mean: mean.view(2, 2)[1]]
+)
+def test_a_part_of_a_buffer_taken_outside_the_region_is_that_of_its_microbatch(part: Any, combine: Any) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        y = m.combined(m.linear(x)[:, :2], part(m.mean))
+        m.mean = m.mean + 1.0
+        return y.sum()
+
+    config = fxo.OverlapConfig(recompute=Recompute("selective", modules=("combined",)))
+    assert train_both(Made(loss, combined=Combined(combine)), rows, config) == []
 
 
 class Counted(nn.Module):
