@@ -49,7 +49,17 @@ def regions(joint: JointGraph, keys: Assignment, config: OverlapConfig) -> list[
     calls = _checkpoints(ops)
     _refuse_shared_ops(found, calls)
     rank = {op: i for i, op in enumerate(ops)}
-    return sorted([*found, *calls], key=lambda region: rank[region.ops[0]])
+    computing = [Region(each.name, own) for each in (*found, *calls) if (own := _without_views_of_results(each.ops))]
+    return sorted(computing, key=lambda region: rank[region.ops[0]])
+
+
+def _without_views_of_results(ops: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The ops of a region that are no views for its readers: `cut` makes those where they are read, in other layers."""
+    own = set(ops)
+    for op in reversed(ops):
+        if op_facts.is_free_view(op) and own.isdisjoint(op.users):
+            own.remove(op)
+    return tuple(op for op in ops if op in own)
 
 
 def _checkpoints(ops: Iterable[fx.Node]) -> list[Region]:

@@ -108,6 +108,18 @@ def test_regions_of_parts_of_layers_are_replayed(group: dist.ProcessGroup) -> No
     assert train_both(model, some, steps=2) == []
 
 
+def test_results_that_are_views_do_not_join_regions(group: dist.ProcessGroup) -> None:
+    """The view is made again in the next layer, and is no part of this one's region there."""
+
+    class Turned(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return (2 * super().forward(x.transpose(0, 1))).transpose(0, 1)
+
+    model = Odd(each_with(plainly), *(Turned(moe(group)) for _ in range(3)))
+    assert ("L1.pre_dispatch.B", "L0.pre_dispatch.R") in chunk_of(model).replays
+    assert train_both(model, some, steps=2) == []
+
+
 def test_region_over_several_layers_is_one_replay(group: dist.ProcessGroup) -> None:
     model = Odd(lambda m, x: plainly(in_turn, m, x), moe(group), moe(group), moe(group))
     chunk = chunk_of(model)
