@@ -39,8 +39,8 @@ class Recompute:
     Attributes:
         method: "uniform" (segments of `num_layers` logical layers), "block" (the first `num_layers`, one a segment) or
             "selective" (the modules that `modules` matches).
-        num_layers: length of a segment, or number of segments.
-        modules: FQN globs, for "selective".
+        num_layers: length of a segment, or number of segments; not for "selective".
+        modules: FQN globs, for "selective" only.
         keep: slots whose results are saved, not replayed: any of "dispatch", "experts", "combine".
     """
 
@@ -60,6 +60,16 @@ class Recompute:
             )
         if self.method == "selective" and not self.modules:
             raise ConfigError("Recompute.modules is empty; method 'selective' needs at least one FQN glob.")
+        if self.method != "selective" and self.modules:
+            raise ConfigError(
+                f"Recompute.modules is {self.modules!r}; method {self.method!r} takes layers, so leave it out, or set "
+                f"method 'selective'."
+            )
+        if self.method == "selective" and self.num_layers != 1:
+            raise ConfigError(
+                f"Recompute.num_layers is {self.num_layers!r}; method 'selective' takes modules, so leave it out, or "
+                f"set method 'uniform' or 'block'."
+            )
         if not _is_sequence(self.keep) or not all(each in KEEP for each in self.keep):
             raise ConfigError(f"Recompute.keep is {self.keep!r}; allowed: any of {', '.join(KEEP)}.")
 

@@ -99,3 +99,11 @@ def test_b93_empty_tuple_of_what_is_needed_is_refused_when_built() -> None:
     with pytest.raises(fxo.ConfigError, match=r"Recompute\.modules is empty"):
         fxo.Recompute("selective", modules=())
     assert fxo.Recompute("uniform", keep=()).keep == fxo.Recompute("uniform", modules=()).modules == ()
+
+
+@pytest.mark.parametrize(
+    "ignored", [{"method": "uniform"}, {"method": "block"}, {"method": "selective", "num_layers": 2}]
+)
+def test_fields_that_a_recompute_method_would_ignore_are_refused(ignored: dict[str, Any]) -> None:
+    with pytest.raises(fxo.ConfigError, match=r"Recompute\.\w+ is .*; method '\w+' takes \w+, so leave it out"):
+        fxo.Recompute(modules=("norm",), **ignored)
