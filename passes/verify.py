@@ -6,7 +6,7 @@ Out: the same graph, or VerifyError.
 The graph is walked once in issue order, op by op, on symbolic storages. A launch puts its input and its result in
 flight until the wait; everything else is checked against that. Rules, each with the words of its error:
 
-- `wrong microbatch`: a node reads values of its own microbatch only; F nodes run for "F", B and W nodes for "B".
+- `wrong microbatch`: a node reads values of its own microbatch only; F nodes run for "F", B, W and R nodes for "B".
 - `doubled`, `missing node`: every node of the plan's phases runs exactly once.
 - `missing wait`, `dead collective`: every launch is waited for; every launch has a reader.
 - `read before wait`: nothing reads the result of a launch before its wait; it is waited for once.

@@ -1,8 +1,8 @@
 """Chunk graphs + a policy -> Plan.
 
-In:  the chunk graph whose F nodes run, the one whose B and W nodes run (either may be None), the config, and what the
-     nodes cost; or the chunk graphs of two microbatches in the same phase.
-Out: a Plan that holds every F (B and W) node once, in a legal order.
+In:  the chunk graph whose F nodes run, the one whose B, W and R nodes run (either may be None), the config, and what
+     the nodes cost; or the chunk graphs of two microbatches in the same phase.
+Out: a Plan that holds every F (B, W and R) node once, in a legal order.
 
 An order is legal if every value is made before it is read within its microbatch, if nodes with effects keep their
 order, and if two microbatches in the same phase keep theirs where it counts (`pairs.edges_between`). Raises
@@ -116,7 +116,7 @@ def _check_entries(order: Order, nodes: Mapping[str, list[ScheduleNode]]) -> Non
         if mb not in known or node.name not in known[mb]:
             raise UnsupportedError(
                 f"The policy placed {node.name} for microbatch {mb!r}, which has no such node. F nodes belong to "
-                f'microbatch "F", B and W nodes to "B".'
+                f'microbatch "F", B, W and R nodes to "B".'
             )
 
 
