@@ -107,7 +107,7 @@ class _Replay:
             if op in wanted:
                 # What is not wanted is read for its shape.
                 empty = {s: self._empty(s, op) for s in op.all_input_nodes if s in replayable and s not in wanted}
-                copies[op] = self._copy(op, copies | empty if empty else copies)
+                copies[op] = self._copy(op, copies, empty)
                 for user in readers[op]:
                     user.replace_input_with(op, copies[op])
         self._copies.update(copies)
@@ -183,10 +183,12 @@ class _Replay:
         )
         return None if None in sizes or None in strides else (sizes, strides)
 
-    def _copy(self, op: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The copy of an op, which reads copies where there are any."""
+    def _copy(self, op: fx.Node, copies: Mapping[fx.Node, fx.Node], empty: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """The copy of an op, which reads copies, or empty tensors, where there are any."""
         target: Any = op.target
-        arguments, kwargs = fx.node.map_arg((op.args, op.kwargs), lambda source: copies.get(source, source))
+        arguments, kwargs = fx.node.map_arg(
+            (op.args, op.kwargs), lambda source: empty.get(source) or copies.get(source, source)
+        )
         if op_facts.is_random(op):
             arguments = (self._snapshot(op), target, *arguments)
             target = compat.DRAW_AGAIN

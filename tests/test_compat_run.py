@@ -286,6 +286,41 @@ def test_nothing_else_touches_private_torch() -> None:
     assert found == []
 
 
+# --- random numbers ------------------------------------------------------------------------------------------------
+
+DRAWS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "mask": (aten.native_dropout.default, (torch.ones(4, 8), 0.5, True), {}),
+    "values": (aten.bernoulli.default, (torch.full((32,), 0.5),), {}),
+    "like": (aten.randn_like.default, (torch.empty(33),), {}),  # an odd number: half of a pair stays in the generator
+    "no tensor": (aten.randperm.default, (32,), {"device": torch.device("cpu"), "pin_memory": False}),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_draw_is_repeated_with_its_state_and_disturbs_no_other(draw: str) -> None:
+    op, arguments, options = DRAWS[draw]
+    torch.manual_seed(0)
+    torch.randn(3)
+    before = torch.get_rng_state()
+    state, first = compat.DRAW_AND_SNAPSHOT(op, *arguments, **options)
+    behind = torch.get_rng_state()
+    assert torch.equal(state, before) and not torch.equal(behind, before)
+    torch.set_rng_state(before)
+    plain = op(*arguments, **options)
+    assert torch.equal(torch.get_rng_state(), behind), "a snapshot draws nothing"
+    torch.rand(7)
+    ahead = torch.get_rng_state()
+    again = compat.DRAW_AGAIN(state, op, *arguments, **options)
+    assert torch.equal(torch.get_rng_state(), ahead), "the generator is as it was"
+    for one, other, third in zip(*([x] if isinstance(x, Tensor) else x for x in (plain, first, again)), strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
+
+
+def test_size_of_a_snapshot() -> None:
+    state, _ = compat.DRAW_AND_SNAPSHOT(aten.rand_like.default, torch.empty(4))
+    assert state.dtype is torch.uint8 and state.shape == (compat.rng_state_bytes(torch.device("cpu")),)
+
+
 # --- structured logging --------------------------------------------------------------------------------------------
 
 

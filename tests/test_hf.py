@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from replays import faults
 from torch import nn
 from toys import train_both
 
 import fxoverlap as fxo
+from fxoverlap.ir import Phase
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,10 +116,23 @@ def sequences(step: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 
-@pytest.mark.parametrize("make", [nemotron_h, granite_moe_hybrid, deepseek_v3, qwen3_moe, qwen3_next])
+MODELS = [nemotron_h, granite_moe_hybrid, deepseek_v3, qwen3_moe, qwen3_next]
+
+
+@pytest.mark.parametrize("make", MODELS)
 def test_transformed_as_they_are(make) -> None:
     torch.manual_seed(0)
     model = make()
     assert train_both(model, sequences, steps=3) == []
     table = str(fxo.transform(model, example_inputs=sequences(0)[0]).report())
     assert "2 logical layers" in table or "4 logical layers" in table
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_each_layer_is_replayed(make) -> None:
+    torch.manual_seed(0)
+    overlapped = fxo.transform(make(), fxo.OverlapConfig(recompute=fxo.Recompute("uniform")))
+    assert train_both(overlapped, sequences, steps=2) == []
+    chunk = overlapped.plan("FB").backward
+    assert {node.layer for node in chunk.nodes if node.phase is Phase.R} == set(range(chunk.layers))
+    assert faults(chunk) == []

@@ -134,11 +134,11 @@ def lines_run(work: Callable[[], Any]) -> tuple[Any, int]:
 Measure = Callable[[Callable[[], Any]], tuple[Any, float]]
 
 
-def measured(graph: Any, measure: Measure) -> dict[str, float]:
+def measured(graph: Any, measure: Measure, config: fxo.OverlapConfig = CONFIG) -> dict[str, float]:
     """What each step costs on a joint graph, and its number of nodes."""
     found = {"nodes": float(len(graph.module.graph.nodes))}
     for step in STEPS:
-        graph, found[step.__name__] = measure(functools.partial(step, graph, CONFIG))
+        graph, found[step.__name__] = measure(functools.partial(step, graph, config))
     return found
 
 
@@ -152,6 +152,15 @@ def work() -> list[dict[str, float]]:
 def test_b99_twice_the_layers_are_twice_the_work(work: list[dict[str, float]], step: str) -> None:
     assert work[1]["nodes"] > 1.9 * work[0]["nodes"]
     assert work[1][step] < 2.1 * work[0][step]
+
+
+@pytest.mark.parametrize("segment", [3, 1000])
+def test_b99_twice_the_layers_are_twice_the_work_with_recompute(segment: int) -> None:
+    """In segments of a few layers, and in one that holds them all."""
+    config = fxo.OverlapConfig(schedule="sequential", recompute=fxo.Recompute("uniform", segment))
+    half, full = (measured(Deep(layers, 1, dense=layers * 2 // 3).joint(), lines_run, config) for layers in (24, 48))
+    for step in ("recompute", "bytes", "memory", "extract", "fuse", "lifetime", "verify"):
+        assert full[step] < 2.1 * half[step], step
 
 
 def test_b99_what_is_read_in_two_ways_is_walked_once() -> None:
@@ -171,3 +180,12 @@ def test_b99_twenty_thousand_nodes_take_seconds() -> None:
     assert full["nodes"] > 20000
     half_s, full_s = (sum(each[step.__name__] for step in STEPS) for each in (half, full))
     assert full_s < 60 and full_s < 4 * half_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("segment", [1, 1000])
+def test_b99_recompute_and_lifetimes_of_twenty_thousand_nodes_take_seconds(segment: int) -> None:
+    config = fxo.OverlapConfig(schedule="sequential", recompute=fxo.Recompute("uniform", segment))
+    found = measured(Deep(100, 8).joint(), seconds, config)
+    assert found["nodes"] > 20000
+    assert found["recompute"] + found["lifetime"] < 10
