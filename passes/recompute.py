@@ -7,9 +7,10 @@ Out: the same graph with R nodes. What B and W read of a region is a copy that R
 Why behind `cut` and `wgrad`: a replay repeats nodes that are cut already, and only then it is known what they read.
 
 What a region keeps: results that are read outside it (its own output is one), numbers (split sizes are), token counts
-and the tensors that hold split sizes, results of ops with effects other than draws and exchanges (other collectives,
-writes), and what `Recompute.keep` and the policies of selective checkpoints (`OpTag.keep`) name. What it reads from
-outside is kept too. Everything else between those and what B and W read is computed again: nothing else is.
+and the tensors that hold split sizes, what was copied to the host, results of ops with effects other than draws and
+exchanges (other collectives, writes), and what `Recompute.keep` and the policies of selective checkpoints
+(`OpTag.keep`) name. What it reads from outside is kept too. Everything else between those and what B and W read is
+computed again: nothing else is.
 
 Draws: F takes a snapshot of the generator in front of the draw, R draws with it and leaves the generator as it was.
 Where only the shape of an input matters, as for a dropout's mask, R makes an empty tensor instead of that input.
@@ -274,10 +275,17 @@ def _kept(joint: JointGraph, keep: Sequence[str]) -> set[fx.Node]:
     for op in op_facts.ops(joint.module.graph):
         has_effect = op_facts.has_effect(op) and not op_facts.is_random(op) and op not in again
         is_number = not isinstance(op.meta.get("val"), (torch.Tensor, tuple, list))
-        if has_effect or is_number or "unbacked_bindings" in op.meta or op_facts.tag(op).keep:
+        if has_effect or is_number or _is_host_read(op) or "unbacked_bindings" in op.meta or op_facts.tag(op).keep:
             kept.add(op)
             kept.update(part for part in op.users if part.target is operator.getitem)
     return kept
+
+
+def _is_host_read(op: fx.Node) -> bool:
+    """Whether the host waits for a device in this op: it copies to the CPU."""
+    values = [each.meta.get("val") for each in (op, *op.all_input_nodes)]
+    kinds = [each.device.type if isinstance(each, torch.Tensor) else "cpu" for each in values]
+    return kinds[0] == "cpu" and set(kinds) != {"cpu"}
 
 
 def _drop_unread(joint: JointGraph, keys: Assignment) -> None:

@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from odd import Odd
-from replays import chunk_of, disorder, faults, head_is_first, launches, ops_of, replay_nodes, saved
+from replays import chunk_of, disorder, faults, head_is_first, launches, ops_of, replay_nodes
 from toys import RawModel, batches, toy, train_both
 
 import fxoverlap as fxo
-from fxoverlap import compat, ops
+from fxoverlap import ops
 from fxoverlap.ir import ChunkGraph, Phase, Role
-from fxoverlap.passes import op_facts
 from fxoverlap.passes.regions import regions
 from fxoverlap.report.golden import node_table
 from fxoverlap.runtime import executor
@@ -179,106 +176,6 @@ def test_block_segments_are_single_layers(count: int) -> None:
     assert made.replays and faults(made) == []
 
 
-# --- what is saved -------------------------------------------------------------------------------------------------
-
-
-def meaning(chunk: ChunkGraph) -> list[str]:
-    """What F saves, as `layer slot op`; results of the model's own ops by the op that makes them."""
-    by_name = ops_of(chunk)
-    found = []
-    for value, node in saved(chunk).items():
-        op = by_name[value]
-        source = op.args[0] if op_facts.schema(op) is None and not op_facts.is_random(op) else op
-        found.append(f"{node.name.removesuffix('.F')}: {getattr(source, 'target', source)}")
-    return sorted(found)
-
-
-def test_a_plain_segment_saves_its_input_and_the_sizes_of_its_exchanges(group: dist.ProcessGroup) -> None:
-    """Of a layer: its output, which is the next one's input; the counts, the sizes that are made of them, and the
-    number of rows. Of the head, which is in no segment, what its backward needs."""
-    assert_expected_inline(
-        "\n".join(meaning(chunk(Recompute("uniform"), group, "[*E][*E]"))),
-        """\
-L0.permute: _c10d_functional.wait_tensor.default
-L0.permute: aten._local_scalar_dense.default
-L0.permute: aten.sum.dim_IntList
-L0.permute: aten.sum.dim_IntList
-L0.post_combine: aten.add.Tensor
-L1.permute: _c10d_functional.wait_tensor.default
-L1.permute: aten._local_scalar_dense.default
-L1.permute: aten.sum.dim_IntList
-L1.permute: aten.sum.dim_IntList
-L1.post_combine: aten.add.Tensor
-post_process: aten._log_softmax.default
-post_process: aten.mul.Tensor
-post_process: aten.mul.Tensor
-post_process: aten.nll_loss_forward.default
-post_process: aten.rsqrt.default
-pre_process: aten.embedding.default""",
-    )
-
-
-def test_dropout_adds_the_state_of_the_generator_and_nothing_else(group: dist.ProcessGroup) -> None:
-    plain, with_draws = (chunk(Recompute("uniform"), group, "[*E]", dropout=dropout) for dropout in (0.0, 0.1))
-    added = meaning(with_draws)
-    for each in meaning(plain):
-        added.remove(each)
-    assert added == ["L0.post_combine: run_and_save_rng_state", "L0.pre_dispatch: run_and_save_rng_state"]
-    values = [ops_of(with_draws)[value].meta["val"] for value in saved(with_draws)]
-    states = [value for value in values if isinstance(value, torch.Tensor) and value.dtype is torch.uint8]
-    assert [len(each) for each in states] == [compat.rng_state_bytes(torch.device("cpu"))] * 2
-
-
-class Act(torch.nn.Module):
-    """`f(linear(x), x, ...)`."""
-
-    def __init__(self, f: Any) -> None:
-        super().__init__()
-        self.linear, self.f = torch.nn.Linear(16, 16), f
-
-    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
-        return self.f(self.linear(x), x, *more)
-
-
-def gated(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return y + torch.cat((a * b, b), -1)
-
-
-def parts(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    a, b = y.tanh().chunk(2, -1)
-    return torch.cat((a * b, a), -1), b
-
-
-THERE: dict[str, tuple[Any, Any]] = {
-    "output": (lambda y, x: y.tanh(), lambda y, x: x + 1),
-    "parts of the input": (gated, lambda y, x: x + 1),
-    "parts of what is read outside": (parts, lambda y, x, b: x + torch.cat((b, b), -1)),
-}
-
-
-@pytest.mark.parametrize("case", THERE)
-def test_what_is_there_is_not_made_again(case: str) -> None:
-    """The backward of the first layer needs this; nothing reads it that saves it."""
-    first, second = map(Act, THERE[case])
-    model = Odd(lambda m, x: m.layers[1](*y) if type(y := m.layers[0](x)) is tuple else m.layers[1](y), first, second)
-    assert replay_nodes(chunk_of(model, batches(1)[0], recompute=Recompute("uniform"))) == []
-
-
-@pytest.mark.parametrize(
-    ("keep", "roles"), [("dispatch", {Role.DISPATCH}), ("combine", {Role.COMBINE}), ("experts", set())]
-)
-def test_keep_saves_what_an_exchange_brought(group: dist.ProcessGroup, keep: str, roles: set[Role]) -> None:
-    made = chunk(Recompute("uniform", keep=(keep,)), group, "[*E]", dropout=0.0)
-    assert made.joint is not None
-    waits = {wait: each.role for each in made.joint.exchanges if each.phase is Phase.F for wait in each.waits}
-    assert {waits[value] for value in saved(made) if value in waits} - {Role.COUNTS} <= roles
-    if keep == "experts":
-        # What the experts made is what the combine sends.
-        combine = next(e for e in made.joint.exchanges if e.phase is Phase.F and e.role is Role.COMBINE)
-        assert ops_of(made)[combine.launches[0]].args[0].name in saved(made) or launches(made)["R", "combine"] == 0
-
-
 # --- exchanges -----------------------------------------------------------------------------------------------------
 
 
@@ -367,36 +264,6 @@ def test_one_replay_serves_b_and_w(group: dist.ProcessGroup) -> None:
     values = {value for node in replay_nodes(made) for value in node.writes}
     readers = {node.phase: values.intersection(node.reads) for node in made.nodes if values.intersection(node.reads)}
     assert {Phase.B, Phase.W} <= set(readers)
-
-
-DRAWS = {
-    "dropout": lambda y: F.dropout(y, 0.3),
-    "transposed": lambda y: F.dropout(y.transpose(1, 2), 0.3).transpose(1, 2),
-    "native": lambda y: torch.native_dropout(y, 0.3, True)[0],
-    "feature": lambda y: F.dropout1d(y, 0.3),
-    "in place": lambda y: y * torch.empty_like(y).bernoulli_(0.4),
-    "rand_like": lambda y: y * torch.rand_like(y),
-    "randint_like": lambda y: y * torch.randint_like(y, 5),
-    "new": lambda y: y * torch.bernoulli(y.new_full(y.shape, 0.3)),
-    "normal": lambda y: y * torch.zeros_like(y).normal_(),
-}
-
-
-class Drawn(torch.nn.Module):
-    def __init__(self, group: dist.ProcessGroup, draw: Any) -> None:
-        super().__init__()
-        self.moe, self.draw = RawModel(group, 1).layers[0], draw
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.draw(self.moe(x))
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-def test_no_exchange_is_repeated_for_the_shape_of_a_mask(group: dist.ProcessGroup, draw: str) -> None:
-    model = RawModel(group, 1)
-    model.layers[0] = Drawn(group, DRAWS[draw])
-    made = chunk_of(model, batches(1)[0], recompute=Recompute("uniform"))
-    assert launches(made)["R", "combine"] == 0 and launches(made)["R", "dispatch"] == 1
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
