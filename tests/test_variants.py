@@ -277,7 +277,7 @@ def test_plans_of_a_capture_that_is_gone_are_not_kept() -> None:
         overlapped.module.factor = 2.0
         replace_weight(overlapped.module)
         overlapped.step(rows(0))
-    assert {variant for met in planner._built for _, variant in met} == set(planner._variants.values())
+    assert {variant for _, met in planner._built for _, variant in met} == set(planner._variants.values())
 
 
 def test_what_a_call_leaves_in_attributes_makes_no_variant() -> None:
