@@ -193,8 +193,7 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.model = model
         groups = model.pattern.groups
-        self.segments = [(begin, groups[min(i + size, len(groups)) - 1][1]) for i, (begin, _) in enumerate(groups)]
-        self.segments = self.segments[::size]
+        self.segments = [(groups[i][0], groups[i : i + size][-1][1]) for i in range(0, len(groups), size)]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         model = self.model

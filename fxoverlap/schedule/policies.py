@@ -115,12 +115,12 @@ def auto(
     fixed = [policy(f, b, costs, config) for policy in (megatron, sequential)]
     grid = _Search(chunks, costs, edges)
     if room is None:
-        return _fastest([grid.order(), *fixed], chunks, costs)
+        return grid.fastest([grid.order(), *fixed])
     least = grid.held(fixed[1])
     most = least if room == 0 else least + int(room * max(0, grid.held(grid.order()) - least))
     found = grid.order(most)
     most = max(most, grid.held(found))  # what it takes may be a little more
-    return _fastest([each for each in (found, *fixed) if grid.held(each) <= most], chunks, costs)
+    return grid.fastest([each for each in (found, *fixed) if grid.held(each) <= most])
 
 
 def pair(chunks: Mapping[str, ChunkGraph], costs: CostTable, config: OverlapConfig, kind: str) -> Order:
@@ -137,7 +137,8 @@ def pair(chunks: Mapping[str, ChunkGraph], costs: CostTable, config: OverlapConf
         return one_by_one
     (one, first), (two, second) = chunks.items()
     edges = [((one, each.earlier), (two, each.later)) for each in edges_between(first, second, kind)]
-    return _fastest([_Search(chunks, costs, edges).order(), one_by_one], chunks, costs)
+    grid = _Search(chunks, costs, edges)
+    return grid.fastest([grid.order(), one_by_one])
 
 
 def unplaced(order: Order, chunks: Mapping[str, ChunkGraph]) -> Order:
@@ -161,17 +162,17 @@ def early_release_edges(f: ChunkGraph, b: ChunkGraph) -> list[tuple[str, str]]:
 
 
 class _Search:
-    """The nodes of a plan as tasks: the best order of them, and what orders hold."""
+    """The nodes of a plan as tasks: the best order of them, what orders hold, and which of several is fastest."""
 
     def __init__(self, chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable[Edge]) -> None:
         one_at_a_time = [((mb, one), (mb, other)) for mb, chunk in chunks.items() for one, other in chunk.replays]
-        self._chunks, self._hardware = chunks, costs.hardware
+        self._chunks, self._costs = chunks, costs
         self._tasks = tasks_of(chunks, costs, [*edges, *one_at_a_time])
         self._blocks = blocks_of(chunks, self._tasks, costs)
 
     def order(self, room: int | None = None) -> Order:
         """The best order that holds so many bytes at most."""
-        found = search(self._tasks, self._hardware, self._blocks, room)
+        found = search(self._tasks, self._costs.hardware, self._blocks, room)
         return [(self._tasks[i].instance.node, self._tasks[i].instance.mb) for i in found]
 
     def held(self, order: Order) -> int:
@@ -180,18 +181,17 @@ class _Search:
         complete = [*order, *unplaced(order, self._chunks)]
         return held_bytes([position[node.name, mb] for node, mb in complete], self._tasks, self._blocks)
 
-
-def _fastest(orders: Iterable[Order], chunks: Mapping[str, ChunkGraph], costs: CostTable) -> Order:
-    """The order with the least makespan, completed; of equal ones the one that holds the fewest bytes."""
-    grid = _Search(chunks, costs, ())
-    found = []
-    for each in orders:
-        order = [*each, *unplaced(each, chunks)]
-        plan = Plan(kind_of(chunks), chunks, tuple(Instance(node, mb) for node, mb in order), costs)
-        found.append((simulate_plan(plan).makespan, order))
-    least = min(makespan for makespan, _ in found)
-    equal = [order for makespan, order in found if makespan <= least * (1 + _EQUAL)]
-    return min(equal, key=grid.held)
+    def fastest(self, orders: Iterable[Order]) -> Order:
+        """The order with the least makespan, completed; of equal ones the one that holds the fewest bytes."""
+        found = []
+        for each in orders:
+            order = [*each, *unplaced(each, self._chunks)]
+            instances = tuple(Instance(node, mb) for node, mb in order)
+            plan = Plan(kind_of(self._chunks), self._chunks, instances, self._costs)
+            found.append((simulate_plan(plan).makespan, order))
+        least = min(makespan for makespan, _ in found)
+        equal = [order for makespan, order in found if makespan <= least * (1 + _EQUAL)]
+        return min(equal, key=self.held)
 
 
 class _Issue:
