@@ -23,7 +23,7 @@ from fxoverlap.benchmarks.models import Model
 from fxoverlap.benchmarks.operators import Part, Parts
 from fxoverlap.errors import ConfigError
 from fxoverlap.hardware import Hardware
-from fxoverlap.ir import ChunkGraph, Lane, NodeCost, Phase, ScheduleNode, Slot
+from fxoverlap.ir import ChunkGraph, DepthLayer, Lane, NodeCost, Phase, ScheduleNode, Slot
 from fxoverlap.passes.recompute import one_at_a_time
 from fxoverlap.schedule.cost import link_seconds, seconds
 
@@ -151,7 +151,7 @@ class _Chunk:
     ) -> None:
         """Add a node of the compute lane that runs these parts in its phase."""
         work = [each.cost(phase) for part in parts for each in part.operators]
-        node = ScheduleNode(layer, slot, phase, Lane.COMPUTE, (), tuple(reads), tuple(writes))
+        node = ScheduleNode(layer, slot, phase, Lane.COMPUTE, (), tuple(reads), tuple(writes), self._in_mtp(layer))
         took = sum(seconds(node, NodeCost(int(flops), int(moved)), self._hardware) for flops, moved in work)
         cost = NodeCost(int(sum(flops for flops, _ in work)), int(sum(moved for _, moved in work)), seconds=took)
         self._add(node, cost, writes)
@@ -160,14 +160,15 @@ class _Chunk:
         """Add an exchange of tokens, or of token counts."""
         ep = self._setup.ep
         if slot is Slot.COUNTS:
-            node = ScheduleNode(layer, slot, phase, Lane.COMM, (), (sent,), (got,))
+            node = ScheduleNode(layer, slot, phase, Lane.COMM, (), (sent,), (got,), self._in_mtp(layer))
             cost = NodeCost(bytes_sent=self._counts, ranks=ep)
             cost = replace(cost, seconds=seconds(node, cost, self._hardware))
             return self._add(node, cost, {got: self._counts})
         to_experts = (slot is Slot.DISPATCH) is (phase is not Phase.B)
         size = self._model.dispatch_bytes if to_experts else self._model.activation_bytes
         given, inside, outside = self._exchanges[size]
-        node = ScheduleNode(layer, slot, phase, Lane.COMM, (), (sent, f"L{layer}.splits"), (got,))
+        reads = (sent, f"L{layer}.splits")
+        node = ScheduleNode(layer, slot, phase, Lane.COMM, (), reads, (got,), self._in_mtp(layer))
         took = link_seconds(inside, outside, self._hardware)
         self._add(node, NodeCost(bytes_sent=int(given), ranks=ep, seconds=took), {got: self.parts.rows})
         return None
@@ -257,7 +258,21 @@ class _Chunk:
         costs = {name: replace(cost, freed=freed.get(name, 0)) for name, cost in self._costs.items()}
         buffers = {value: (value, size) for value, size in self._sizes.items()}
         replays = tuple(one_at_a_time(self._nodes, {}))
-        return ChunkGraph(None, tuple(self._nodes), layers=layers, costs=costs, buffers=buffers, replays=replays)
+        depths = () if self._setup.layers is not None else tuple((i, i + 1) for i in range(self._model.layers, layers))
+        return ChunkGraph(
+            None,
+            tuple(self._nodes),
+            layers=layers,
+            costs=costs,
+            buffers=buffers,
+            replays=replays,
+            depths=depths,
+        )
+
+    def _in_mtp(self, layer: int | None) -> DepthLayer | None:
+        """Where in multi-token prediction a layer of the whole model is; a depth has one logical layer."""
+        behind = -1 if layer is None or self._setup.layers is not None else layer - self._model.layers
+        return DepthLayer(behind) if behind >= 0 else None
 
     def _before(self, is_moe: bool, is_depth: bool) -> list[Part]:
         """The parts of pre_dispatch."""

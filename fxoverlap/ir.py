@@ -149,11 +149,13 @@ class PhysicalLayer:
         symbol: its symbol in the pattern, None without a pattern.
         logical: number of its logical layer; equal numbers are one layer. A layer with several dispatches is cut into
             more logical layers, so the `layer` of schedule nodes may count on.
+        depth: the depth of multi-token prediction that it is in, from 0; None in the trunk.
     """
 
     fqn: str
     symbol: str | None
     logical: int
+    depth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class JointGraph:
         outputs: values of the model's other tensor outputs, in order.
         mutations: (value, input value) for each buffer that the forward writes: the new value and the buffer's input.
         gradients: (value, input value) for each parameter or leaf that gets a gradient.
-        physical: the physical layers in model order (after the pass `layers`).
+        physical: the physical layers in model order, those of the trunk first (after the pass `layers`).
         exchanges: all exchanges in trace order (after the pass `exchanges`).
     """
 
@@ -184,17 +186,35 @@ class JointGraph:
 
 
 @dataclass(frozen=True, slots=True)
+class DepthLayer:
+    """Which logical layer of a depth of multi-token prediction a schedule node is in.
+
+    Attributes:
+        depth: the depth, from 0.
+        layer: index of the logical layer in the depth; None where the depth has one only, or for the depth's head.
+    """
+
+    depth: int
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return f"MTP{self.depth}" if self.layer is None else f"MTP{self.depth}.L{self.layer}"
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleNode:
     """The smallest thing that the scheduler moves.
 
     Attributes:
-        layer: index of the logical layer, None outside the layers.
+        layer: index of the logical layer, None outside the layers. Those of multi-token prediction follow those of the
+            trunk; a depth's head has the index of its last one.
         slot: which part of it.
         phase: what it computes.
         lane: where it runs.
         ops: names of its ops in trace order.
         reads: values that it reads, in the order of first use.
         writes: values that it makes and others read, in trace order.
+        mtp: where in multi-token prediction it is; None in the trunk and outside the layers.
     """
 
     layer: int | None
@@ -204,12 +224,17 @@ class ScheduleNode:
     ops: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    mtp: DepthLayer | None = None
+
+    @property
+    def place(self) -> str:
+        """The layer in words: `L1`, or `MTP0` in multi-token prediction; empty outside the layers."""
+        return str(self.mtp) if self.mtp is not None else "" if self.layer is None else f"L{self.layer}"
 
     @property
     def name(self) -> str:
-        """For example `L1.experts.B`, or `post_process.F` outside the layers."""
-        prefix = "" if self.layer is None else f"L{self.layer}."
-        return f"{prefix}{self.slot.value}.{self.phase.value}"
+        """For example `L1.experts.B`, `MTP0.mtp_post.F`, or `post_process.F` outside the layers."""
+        return ".".join(filter(None, (self.place, self.slot.value, self.phase.value)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +376,7 @@ class ChunkGraph:
         joint: the graph that the nodes' ops stand in; None for a synthetic graph.
         nodes: in an order that one microbatch alone may run in: F, then B, with each W after what it reads.
         effects: (earlier, later) names of nodes whose random draws or buffer accesses must keep their order.
-        layers: number of logical layers.
+        layers: number of logical layers, those of multi-token prediction included.
         costs: by node name (after the pass `bytes`), without times.
         buffers: in a synthetic graph, (name of the storage, its bytes) of each value that a node makes and another node
             reads; views share a storage.
@@ -363,6 +388,7 @@ class ChunkGraph:
         replays: (earlier, later) names of nodes, of which the later is an R node, in the order that keeps the values of
             one replay at a time alive (after the pass `recompute`). Built-in policies keep it; the values do not ask
             for it.
+        depths: for each depth of multi-token prediction the half-open range of its logical layers.
     """
 
     joint: JointGraph | None
@@ -375,6 +401,7 @@ class ChunkGraph:
     modules: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     acting: tuple[str, ...] = ()
     replays: tuple[tuple[str, str], ...] = ()
+    depths: tuple[tuple[int, int], ...] = ()
 
     stage = "chunk"
 

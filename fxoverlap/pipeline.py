@@ -33,6 +33,7 @@ from fxoverlap.passes.lanes import lanes
 from fxoverlap.passes.layers import layers
 from fxoverlap.passes.lifetime import lifetime
 from fxoverlap.passes.memory import memory
+from fxoverlap.passes.mtp import mtp
 from fxoverlap.passes.partition import partition
 from fxoverlap.passes.recompute import recompute
 from fxoverlap.passes.simplify import simplify
@@ -43,7 +44,7 @@ from fxoverlap.passes.wgrad import wgrad
 Pass = Callable[[Any, OverlapConfig], Any]
 
 JOINT_PASSES: tuple[Pass, ...] = (simplify, exchanges, layers, partition, split)
-CHUNK_PASSES: tuple[Pass, ...] = (cut, wgrad, recompute, bytes, memory, extract)
+CHUNK_PASSES: tuple[Pass, ...] = (cut, mtp, wgrad, recompute, bytes, memory, extract)
 PLAN_PASSES: tuple[Pass, ...] = (fuse, lanes, lifetime)
 
 

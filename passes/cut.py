@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,7 @@ from torch import fx
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import META, ChunkGraph, InputKind, JointGraph, Lane, Phase, Role, ScheduleNode, Slot
+from fxoverlap.ir import META, ChunkGraph, DepthLayer, InputKind, JointGraph, Lane, Phase, Role, ScheduleNode, Slot
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.chain import Chain, backward_chain, forward_chain
 from fxoverlap.passes.place import Placement, phase_ops, place_backward, place_forward
@@ -57,14 +57,12 @@ def cut(joint: JointGraph, config: OverlapConfig) -> ChunkGraph:
         nodes = phase_ops(joint, chain.phase)
         _assign_shared(nodes, ranges, placed, keys, weights)
         _clear_the_way(nodes, chain, placed, keys)
-        _join_results(nodes, keys)
+        join_results(nodes, keys)
     remake_views(joint, keys)
     order = [*_key_order(forward), *_key_order(backward)]
-    made = make_nodes(joint, keys, order)
-    layers = 1 + max((node.layer for node in made if node.layer is not None), default=-1)
-    acting = _acting(joint, made)
-    # Consecutive ones must keep their order.
-    return ChunkGraph(joint, made, tuple(pairwise(acting)), layers, acting=acting)
+    layers = 1 + max((stage.layer for stage in forward.stages if stage.layer is not None), default=-1)
+    chunk = ChunkGraph(joint, (), layers=layers, depths=_depths(joint, forward))
+    return with_nodes(chunk, keys, order)
 
 
 cut.stage = "chunk"  # type: ignore[attr-defined]
@@ -75,6 +73,26 @@ def assignment(chunk: ChunkGraph) -> Assignment:
     assert chunk.joint is not None
     by_name = {node.name: node for node in chunk.joint.module.graph.nodes}
     return {by_name[op]: (node.layer, node.slot, node.phase) for node in chunk.nodes for op in node.ops}
+
+
+def with_nodes(chunk: ChunkGraph, keys: Assignment, order: Iterable[Key]) -> ChunkGraph:
+    """The chunk with the nodes that its ops are assigned to, in dependency order, ties in the order of `order`."""
+    assert chunk.joint is not None
+    nodes = make_nodes(chunk.joint, keys, order, chunk.depths)
+    acting = _acting(chunk.joint, nodes)
+    # Consecutive ones must keep their order.
+    return replace(chunk, nodes=nodes, effects=tuple(pairwise(acting)), acting=acting)
+
+
+def _depths(joint: JointGraph, forward: Chain) -> tuple[tuple[int, int], ...]:
+    """For each depth of multi-token prediction the half-open range of its logical layers."""
+    ranges: dict[int, set[int]] = {}
+    ends = forward.exits()
+    for index, layer in enumerate(joint.physical):
+        if layer.depth is not None:
+            held = forward.stages[forward.entry[index] : ends[index] + 1]
+            ranges.setdefault(layer.depth, set()).update(stage.layer for stage in held if stage.layer is not None)
+    return tuple((min(found), max(found) + 1) for _, found in sorted(ranges.items()))
 
 
 def _stage_keys(placed: Placement, chain: Chain) -> Assignment:
@@ -162,7 +180,7 @@ def _clear_the_way(nodes: list[fx.Node], chain: Chain, placed: Placement, keys: 
         members.setdefault(behind, []).extend(moved)
 
 
-def _join_results(nodes: list[fx.Node], keys: Assignment) -> None:
+def join_results(nodes: Iterable[fx.Node], keys: Assignment) -> None:
     """Let the results of an op with several stay with it."""
     for node in nodes:
         if node.target is operator.getitem and keys[node] != keys[node.args[0]]:  # type: ignore[index]
@@ -259,15 +277,24 @@ def _key_order(chain: Chain) -> list[Key]:
     return order
 
 
-def make_nodes(joint: JointGraph, keys: Assignment, order: Iterable[Key]) -> tuple[ScheduleNode, ...]:
+def make_nodes(
+    joint: JointGraph, keys: Assignment, order: Iterable[Key], depths: Sequence[tuple[int, int]]
+) -> tuple[ScheduleNode, ...]:
     """Schedule nodes in dependency order, ties in the order of `order`; only those that hold ops.
+
+    Args:
+        joint: holds the ops.
+        keys: which node each op belongs to.
+        order: all keys.
+        depths: as in `ChunkGraph`.
 
     Raises UnsupportedError if the nodes form a cycle.
     """
     members: dict[Key, list[fx.Node]] = {key: [] for key in order}
     for node in op_facts.ops(joint.module.graph):
         members[keys[node]].append(node)
-    nodes = [_schedule_node(key, ops) for key, ops in members.items() if ops]
+    in_mtp = _depth_layers(depths)
+    nodes = [_schedule_node(key, ops, in_mtp) for key, ops in members.items() if ops]
     made_by = {value: i for i, node in enumerate(nodes) for value in node.writes}
     missing = [{made_by[value] for value in node.reads if value in made_by} for node in nodes]
     readers: list[list[int]] = [[] for _ in nodes]
@@ -292,13 +319,24 @@ def make_nodes(joint: JointGraph, keys: Assignment, order: Iterable[Key]) -> tup
     return tuple(sorted_nodes)
 
 
-def _schedule_node(key: Key, ops: list[fx.Node]) -> ScheduleNode:
+def _depth_layers(depths: Sequence[tuple[int, int]]) -> dict[tuple[int, bool], DepthLayer]:
+    """Where in multi-token prediction a logical layer is, and where its head (True) is."""
+    found: dict[tuple[int, bool], DepthLayer] = {}
+    for depth, (start, end) in enumerate(depths):
+        for layer in range(start, end):
+            found[layer, False] = DepthLayer(depth, layer - start if end - start > 1 else None)
+        found[end - 1, True] = DepthLayer(depth)
+    return found
+
+
+def _schedule_node(key: Key, ops: list[fx.Node], in_mtp: Mapping[tuple[int, bool], DepthLayer]) -> ScheduleNode:
     own = set(ops)
     reads = dict.fromkeys(source.name for node in ops for source in node.all_input_nodes if source not in own)
     writes = tuple(node.name for node in ops if any(user not in own for user in node.users))
     layer, slot, phase = key
     lane = Lane.COMM if slot in COMM_SLOTS else Lane.COMPUTE
-    return ScheduleNode(layer, slot, phase, lane, tuple(node.name for node in ops), tuple(reads), writes)
+    mtp = None if layer is None else in_mtp.get((layer, slot is Slot.MTP_POST))
+    return ScheduleNode(layer, slot, phase, lane, tuple(node.name for node in ops), tuple(reads), writes, mtp)
 
 
 def _acting(joint: JointGraph, nodes: tuple[ScheduleNode, ...]) -> tuple[str, ...]:

@@ -7,16 +7,26 @@ Out: the same graph; `OpTag.layer` and `Exchange.layer` are filled in, and `phys
 A glob matches whole FQN parts and may start at any part: `layers.*` matches `layers.3` and `model.layers.3`. Of nested
 matches, in names and in calls, the outermost counts. A module that runs several times is a layer each time.
 
+What `mtp_layers` matches is a depth of multi-token prediction. What `layers` matches in it are its physical layers, and
+what it computes before them belongs to the first; what it computes behind them, such as a norm, is outside the layers.
+A depth without such layers is one physical layer. With a pattern that has MTP parts, matches of `mtp_layers` may also
+be the layers themselves: the pattern tells how many of them a depth has. Depths stand behind the trunk in `physical`.
+
 Raises UnsupportedError: a pattern is given and no layer matches; the number of layers differs from the pattern's
-symbols; an exchange runs in a layer whose symbol is not `E`, or outside the layers while others run inside.
+symbols, in the trunk or in a depth; an exchange runs in a layer whose symbol is not `E`, or outside the layers while
+others run inside.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
+
+from torch import fx
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
@@ -25,56 +35,116 @@ from fxoverlap.passes import op_facts
 from fxoverlap.passes.logical import logical_layers
 from fxoverlap.pattern import Pattern, parse
 
-Run = tuple[str, int]
-"""FQN of a layer, and how often it had run before."""
+
+class Call(NamedTuple):
+    """A module that runs, and how often it had run before."""
+
+    fqn: str
+    number: int
+
+
+class Run(NamedTuple):
+    """What an op is of.
+
+    Attributes:
+        layer: the physical layer, or the depth of multi-token prediction for what is in none of its layers.
+        depth: the depth that it is in; None in the trunk.
+    """
+
+    layer: Call
+    depth: Call | None
 
 
 def layers(joint: JointGraph, config: OverlapConfig) -> JointGraph:
     """Fill in layer labels."""
-    globs = [config.layers] if isinstance(config.layers, str) else list(config.layers)
+    globs, mtp_globs = (_globs(each) for each in (config.layers, config.mtp_layers))
     nodes = list(op_facts.ops(joint.module.graph))
-    found: dict[Run, int] = {}
-    run_of = functools.cache(functools.partial(_run, globs))
-    for node in nodes:
-        tag = op_facts.tag(node)
-        run = run_of(tag.calls or (f"{tag.fqn or ''}#0",))
-        if run is not None and (tag.phase is Phase.F or run in found):
-            index = found.setdefault(run, len(found))
-            node.meta[META] = replace(tag, layer=index)
+    runs = _runs(nodes, globs, mtp_globs)
+    found = _in_order(run for op, run in runs.items() if op_facts.tag(op).phase is Phase.F)
+    for op, run in runs.items():
+        if run in found:
+            op.meta[META] = replace(op_facts.tag(op), layer=found[run])
     by_name = {node.name: op_facts.tag(node).layer for node in nodes}
     exchanges = tuple(replace(each, layer=by_name[each.launches[0]]) for each in joint.exchanges)
     joint = replace(joint, exchanges=_same_layer_as_forward(exchanges))
     pattern = None if config.pattern is None else parse(config.pattern)
-    fqns = [fqn for fqn, _ in found]
-    if pattern is not None:
-        _check_fit(pattern, fqns, joint.exchanges, globs)
-    joint = replace(joint, physical=_physical(fqns, pattern, joint.exchanges))
-    _refuse_exchanges_outside(joint, globs)
+    joint = replace(joint, physical=_physical(list(found), pattern, joint.exchanges, globs, mtp_globs))
+    _refuse_exchanges_outside(joint, [*globs, *mtp_globs])
     return joint
 
 
 layers.stage = "joint"  # type: ignore[attr-defined]
 
 
-def _run(globs: list[str], calls: tuple[str, ...]) -> Run | None:
+def _globs(given: str | Sequence[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _runs(nodes: Sequence[fx.Node], globs: list[str], mtp_globs: list[str]) -> dict[fx.Node, Run]:
+    """The run that each op is of; ops outside the layers have none."""
+    run_of = functools.cache(functools.partial(_run, globs, mtp_globs))
+    calls = {node: op_facts.tag(node).calls or (f"{op_facts.tag(node).fqn or ''}#0",) for node in nodes}
+    runs = {node: run for node in nodes if (run := run_of(calls[node])) is not None}
+    first: dict[Call, Run] = {}
+    for run in runs.values():
+        if run.depth is not None and run.layer != run.depth:
+            first.setdefault(run.depth, run)
+    for depth, first_layer in first.items():
+        _label_beside_layers(depth, first_layer, runs, calls)
+    return runs
+
+
+def _label_beside_layers(
+    depth: Call, first: Run, runs: dict[fx.Node, Run], calls: Mapping[fx.Node, tuple[str, ...]]
+) -> None:
+    """Give what a depth computes before its layers to the first of them, and take the depth off what it does behind."""
+    beside = [op for op, run in runs.items() if run.layer == depth]
+    forward = {op for op in calls if op_facts.tag(op).phase is Phase.F}
+    inside = {op for op, run in runs.items() if run.depth == depth and run.layer != depth and op in forward}
+    behind = op_facts.descendants(inside, forward)
+    before = {calls[op] for op in beside if op in forward and op not in behind}
+    # The backward of calls of both kinds is placed by what it reads.
+    before_only = before - {calls[op] for op in beside if op in behind}
+    for op in beside:
+        if (op not in behind) if op in forward else calls[op] in before_only:
+            runs[op] = first
+        else:
+            del runs[op]
+
+
+def _in_order(runs: Iterable[Run]) -> dict[Run, int]:
+    """The runs as they occur, those of the trunk first and of each depth together, with their number."""
+    seen = dict.fromkeys(runs)
+    depths = dict.fromkeys(run.depth for run in seen)
+    rank = {depth: i for i, depth in enumerate(sorted(depths, key=lambda depth: depth is not None))}
+    return {run: i for i, run in enumerate(sorted(seen, key=lambda run: rank[run.depth]))}
+
+
+def _run(globs: list[str], mtp_globs: list[str], calls: tuple[str, ...]) -> Run | None:
     """The layer that the outermost of nested calls is of or belongs to, and which of its runs it is.
 
     Runs are told apart where the layer itself is called; a model that calls the parts of a layer has one run of it.
     """
+    depth: Call | None = None
     for call in calls:
         fqn, _, number = call.rpartition("#")
-        layer = _layer_fqn(fqn, globs)
-        if layer is not None:
-            return layer, int(number) if layer == fqn else 0
-    return None
+        if depth is None:
+            outer, layer = _outermost(fqn, mtp_globs), _outermost(fqn, globs)
+            if outer is not None and (layer is None or len(outer) <= len(layer)):
+                depth = Call(outer, int(number) if outer == fqn else 0)
+        inside = depth.fqn if depth is not None and fqn.startswith(f"{depth.fqn}.") else ""
+        found = None if depth is not None and fqn == depth.fqn else _outermost(fqn, globs, inside)
+        if found is not None:
+            return Run(Call(found, int(number) if found == fqn else 0), depth)
+    return None if depth is None else Run(depth, depth)
 
 
-def _layer_fqn(fqn: str, globs: list[str]) -> str | None:
-    """The outermost prefix of an FQN that a glob matches."""
+def _outermost(fqn: str, globs: list[str], inside: str = "") -> str | None:
+    """The outermost prefix of an FQN that a glob matches, and that is longer than `inside`."""
     parts = fqn.split(".")
     for end in range(1, len(parts) + 1):
         prefix = ".".join(parts[:end])
-        if any(matches(prefix, glob) for glob in globs):
+        if len(prefix) > len(inside) and any(matches(prefix, glob) for glob in globs):
             return prefix
     return None
 
@@ -93,40 +163,87 @@ def _same_layer_as_forward(exchanges: tuple) -> tuple:
     return tuple(replace(each, layer=layer[each.index]) for each in exchanges)
 
 
-def _check_fit(pattern: Pattern, found: list[str], exchanges: Sequence[Exchange], globs: list[str]) -> None:
-    """Raise UnsupportedError unless the pattern describes the layers with these FQNs."""
-    if not found:
-        raise UnsupportedError(
-            f"The pattern '{pattern}' needs {len(pattern.symbols)} layers, but the layers glob {globs} matches no "
-            f"module that the forward runs. Set OverlapConfig.layers to the FQN glob of the model's layers."
-        )
-    if len(found) != len(pattern.symbols):
-        raise UnsupportedError(
-            f"The pattern '{pattern}' has {len(pattern.symbols)} layers, but the forward runs {len(found)}: "
-            f"{', '.join(found)}. Write one symbol for each layer."
-        )
+def _physical(
+    runs: Sequence[Run],
+    pattern: Pattern | None,
+    exchanges: Sequence[Exchange],
+    globs: Sequence[str],
+    mtp_globs: Sequence[str],
+) -> tuple[PhysicalLayer, ...]:
+    """The layers of these runs, with their symbols, logical layers and depths."""
+    fqns = [run.layer.fqn for run in runs]
+    parts = [list(part) for _, part in groupby(range(len(runs)), key=lambda i: runs[i].depth)]
+    trunk = parts.pop(0) if runs and runs[0].depth is None else []
+    patterns: list[Pattern | None] = [None] * (1 + len(parts))
+    if pattern is not None:
+        _check_number("trunk", pattern, pattern.symbols, trunk, fqns, globs)
+        parts = _fit_depths(pattern, parts, fqns, mtp_globs)
+        patterns = [pattern, *[pattern.mtp] * len(parts)]
     with_exchange = {each.layer for each in exchanges}
-    for i, (fqn, symbol) in enumerate(zip(found, pattern.symbols, strict=True)):
+    found: list[PhysicalLayer] = []
+    for number, (part, own) in enumerate(zip([trunk, *parts], patterns, strict=True)):
+        if own is not None:
+            _check_symbols(str(pattern), own.symbols, part, fqns, with_exchange)
+        symbols: Sequence[str | None] = [None] * len(part) if own is None else own.symbols
+        is_moe = [symbol == "E" or i in with_exchange for i, symbol in zip(part, symbols, strict=True)]
+        start = found[-1].logical + 1 if found else 0
+        logical = [start + each for each in logical_layers(is_moe, () if own is None else own.groups)]
+        depth = number - 1 if number else None
+        found += [PhysicalLayer(fqns[i], *rest, depth) for i, *rest in zip(part, symbols, logical, strict=True)]
+    return tuple(found)
+
+
+def _fit_depths(
+    pattern: Pattern, parts: Sequence[list[int]], fqns: Sequence[str], globs: Sequence[str]
+) -> list[list[int]]:
+    """The layers of each depth of a pattern; the parts are what the globs make the depths."""
+    flat = [i for part in parts for i in part]
+    symbols = "" if pattern.mtp is None else pattern.mtp.symbols
+    _check_number("depths of multi-token prediction", pattern, symbols * pattern.depths, flat, fqns, globs)
+    depths = [flat[start : start + len(symbols)] for start in range(0, len(flat), len(symbols) or 1)]
+    own = [part for part in parts if len(part) > 1 and part not in depths]
+    if own:
+        raise UnsupportedError(
+            f"The pattern '{pattern}' has {len(symbols)} layers in a depth of multi-token prediction, but the depth that "
+            f"{list(globs)} matches has {', '.join(fqns[i] for i in own[0])}. Write one symbol for each layer of a depth."
+        )
+    return depths
+
+
+def _check_number(
+    where: str, pattern: Pattern, symbols: str, part: Sequence[int], fqns: Sequence[str], globs: Sequence[str]
+) -> None:
+    if len(part) == len(symbols):
+        return
+    if not part:
+        raise UnsupportedError(
+            f"The pattern '{pattern}' needs {len(symbols)} layers in the {where}, but the glob {list(globs)} matches no "
+            f"module that the forward runs. Set OverlapConfig.{'layers' if where == 'trunk' else 'mtp_layers'} to the "
+            f"FQN glob of the model's."
+        )
+    raise UnsupportedError(
+        f"The pattern '{pattern}' has {len(symbols)} layers in the {where}, but the forward runs {len(part)}: "
+        f"{', '.join(fqns[i] for i in part)}. Write one symbol for each layer, and the depths behind the trunk, each "
+        f"after a '/'."
+    )
+
+
+def _check_symbols(
+    pattern: str, symbols: str, part: Sequence[int], fqns: Sequence[str], with_exchange: set[int | None]
+) -> None:
+    """Raise UnsupportedError unless the symbols say which of these layers exchange tokens."""
+    for i, symbol in zip(part, symbols, strict=True):
         if i in with_exchange and symbol != "E":
             raise UnsupportedError(
-                f"The pattern '{pattern}' says {symbol!r} for layer {fqn}, but that layer exchanges tokens. "
+                f"The pattern '{pattern}' says {symbol!r} for layer {fqns[i]}, but that layer exchanges tokens. "
                 f"Write 'E' for it."
             )
-    missing = [found[i] for i, symbol in enumerate(pattern.symbols) if symbol == "E" and i not in with_exchange]
+    missing = [fqns[i] for i, symbol in zip(part, symbols, strict=True) if symbol == "E" and i not in with_exchange]
     if with_exchange and missing:
         raise UnsupportedError(
             f"The pattern '{pattern}' says 'E' for {', '.join(missing)}, which exchanges no tokens while other layers "
             f"do. Write '-' for a dense layer."
         )
-
-
-def _physical(fqns: list[str], pattern: Pattern | None, exchanges: Sequence[Exchange]) -> tuple[PhysicalLayer, ...]:
-    """The layers with these FQNs, with their symbols and logical layers."""
-    symbols: Sequence[str | None] = [None] * len(fqns) if pattern is None else pattern.symbols
-    with_exchange = {each.layer for each in exchanges}
-    is_moe = [symbol == "E" or i in with_exchange for i, symbol in enumerate(symbols)]
-    groups = logical_layers(is_moe, () if pattern is None else pattern.groups)
-    return tuple(map(PhysicalLayer, fqns, symbols, groups))
 
 
 def _refuse_exchanges_outside(joint: JointGraph, globs: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 An op's *earliest* stage is the maximum over its inputs of the same phase, over the gates crossed on the way, and over
 the entry of its own physical layer. Its *latest* stage comes from its readers. Ops with room between the two:
-- ops that need no tangent (B) or only parameters and batch (F) go to their first reader;
+- ops that need no tangent (B), or only parameters and batch (F), go to their first reader, but for the embedding of
+  the trunk's input;
 - other ops move later only within their layer, where less crosses the stages for it, and if they are no real work;
 - random draws, collectives that are no exchange and other effects keep their order and are never moved.
 Launches stand at their exchange's gate.
@@ -30,8 +31,8 @@ def place_forward(joint: JointGraph, chain: Chain) -> Placement:
     """Place the F ops."""
     nodes = phase_ops(joint, Phase.F)
     gates = _launch_gates(joint, chain)
-    outside = _after_last_layer(nodes, joint)
-    stage = _earliest(nodes, chain, gates, dict.fromkeys(outside, chain.last))
+    behind = _behind_layers(nodes, joint)
+    stage = _earliest(nodes, chain, gates, dict.fromkeys(behind, chain.last))
     _sink(nodes, stage, chain, gates, joint)
     return stage
 
@@ -40,8 +41,8 @@ def place_backward(joint: JointGraph, chain: Chain, forward: Placement) -> Place
     """Place the B ops (W is split off later)."""
     nodes = phase_ops(joint, Phase.B)
     gates = _launch_gates(joint, chain)
-    before = _fqns_before_layers(joint, forward)
-    entry = {node: chain.last for node in nodes if op_facts.tag(node).fqn in before}
+    before = _before_layers(joint, forward)
+    entry = {node: chain.last for node in nodes if op_facts.tag(node).layer is None and _calls(node) in before}
     stage = _earliest(nodes, chain, gates, entry)
     _sink(nodes, stage, chain, gates, joint)
     return stage
@@ -92,36 +93,49 @@ def _at_gate(node: fx.Node, earliest: int, gate: int, chain: Chain) -> int:
     return gate
 
 
-def _after_last_layer(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
-    """F ops outside the layers that need a result of the last one: final norm, head, loss."""
-    if not joint.physical:
-        return set()
-    last = len(joint.physical) - 1
-    of_last = {node for node in nodes if op_facts.tag(node).layer == last}
-    return {node for node in op_facts.descendants(of_last, set(nodes)) if op_facts.tag(node).layer is None}
+def _behind_layers(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
+    """F ops outside the layers that need a result of the last one, and that no layer needs: final norm, head, loss.
+
+    A depth of multi-token prediction has a last layer of its own.
+    """
+    physical = joint.physical
+    last = {i for i, layer in enumerate(physical) if i + 1 == len(physical) or physical[i + 1].depth != layer.depth}
+    own = set(nodes)
+    behind = op_facts.descendants({node for node in nodes if op_facts.tag(node).layer in last}, own)
+    found = {node for node in behind if op_facts.tag(node).layer is None}
+    inside = [source for node in nodes if op_facts.tag(node).layer is not None for source in node.all_input_nodes]
+    return found - op_facts.ancestors(inside, found)
 
 
-def _fqns_before_layers(joint: JointGraph, forward: Placement) -> set[str]:
-    """FQNs outside the layers whose F ops all stand in `pre_process`: embeddings."""
-    before: set[str] = set()
-    later: set[str] = set()
+def _before_layers(joint: JointGraph, forward: Placement) -> set[tuple[str, ...]]:
+    """Calls of modules outside the layers whose F ops all stand in `pre_process`: of embeddings."""
+    before: set[tuple[str, ...]] = set()
+    later: set[tuple[str, ...]] = set()
     for node, position in forward.items():
         tag = op_facts.tag(node)
         if tag.layer is None and tag.fqn:
-            (before if position == 0 and joint.physical else later).add(tag.fqn)
+            (before if position == 0 and joint.physical else later).add(_calls(node))
     return before - later
+
+
+def _calls(node: fx.Node) -> tuple[str, ...]:
+    tag = op_facts.tag(node)
+    return tag.calls or (tag.fqn or "",)
 
 
 def _sink(nodes: list[fx.Node], stage: Placement, chain: Chain, gates: dict[fx.Node, int], joint: JointGraph) -> None:
     """Move ops that have room to a later stage, last op first."""
     free, ends = _free(nodes, joint), chain.exits()
+    of_depths = of_batch(nodes) if chain.phase is Phase.F else set()
+    first_depth = min((chain.entry[i] for i, each in enumerate(joint.physical) if each.depth is not None), default=None)
     for node in reversed(nodes):
         if node in gates or op_facts.has_effect(node) or node.target is operator.getitem:
             continue
         group = [node, *(user for user in node.users if user.target is operator.getitem)]
         readers = {user for member in group for user in member.users if user in stage} - set(group)
         latest = min((stage[reader] for reader in readers), default=stage[node])
-        if node not in free:
+        embeds_for_depth = node in of_depths and first_depth is not None and latest >= first_depth
+        if not (node in free or embeds_for_depth):
             layer = op_facts.tag(node).layer
             latest = min(latest, stage[node] if layer is None else ends[layer])
             if op_facts.is_heavy(node) or not _less_crosses(node, latest, stage, chain.phase):
@@ -151,6 +165,15 @@ def _free(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
         if not (tied or embeds or op_facts.has_effect(node)):
             free.add(node)
     return free
+
+
+def of_batch(nodes: list[fx.Node]) -> set[fx.Node]:
+    """F ops that need nothing but parameters, buffers and batch: embeddings too."""
+    own, found = set(nodes), set()
+    for node in nodes:
+        if not op_facts.has_effect(node) and all(source in found for source in node.all_input_nodes if source in own):
+            found.add(node)
+    return found
 
 
 def _is_floating(node: fx.Node) -> bool:

@@ -57,7 +57,7 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     if chunk.joint is None:
         return chunk
     keys = assignment(chunk)
-    found = regions(chunk.joint, keys, config)
+    found = regions(chunk, keys, config)
     if not found:
         return chunk
     keep = config.recompute.keep if config.recompute is not None else ()
@@ -69,7 +69,7 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     # A region may read a view of a buffer that is made outside of it.
     remake_views(joint, keys)
     _drop_unread(joint, keys)
-    nodes = make_nodes(joint, keys, _key_order(chunk, keys))
+    nodes = make_nodes(joint, keys, _key_order(chunk, keys), chunk.depths)
     replays = one_at_a_time(nodes, ends)
     return replace(chunk, joint=joint, nodes=nodes, replays=tuple(replays))
 
@@ -230,11 +230,12 @@ class _Replay:
 def _depth(key: Key) -> float:
     """How far back in the chunk the backward of a node is: the number of its layer, more behind the layers.
 
-    The backward of what precedes the layers goes with the first of them.
+    The backward of what precedes the layers goes with the first of them. That of the head of a depth of multi-token
+    prediction runs before those of the depth's layers.
     """
     layer, slot, _ = key
     if layer is not None:
-        return layer
+        return layer + 0.5 if slot is Slot.MTP_POST else layer
     return 0 if slot is Slot.PRE_PROCESS else math.inf
 
 

@@ -4,7 +4,8 @@ In:  the keys of a chunk's ops (layer, slot, phase), their tags, and the config.
 Out: the regions, none of which shares an op with another.
 
 With "uniform" every `num_layers` logical layers are a region, a *segment*; the last may be shorter. With "block" each
-of the first `num_layers` logical layers is one. With "selective" each run of a module that a glob of `modules` matches
+of the first `num_layers` logical layers is one. These count the layers of the trunk; with both methods the layers of
+each depth of multi-token prediction, without its head, are a segment. With "selective" each run of a module that a glob of `modules` matches
 is one; a glob matches as those of the layers do. Each call of `torch.utils.checkpoint` in the model is one too
 (`OpTag.region`), whatever the config.
 
@@ -20,7 +21,7 @@ from torch import fx
 
 from fxoverlap.config import OverlapConfig, Recompute
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import JointGraph, Phase
+from fxoverlap.ir import ChunkGraph, JointGraph, Phase, Slot
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.cut import Assignment
 from fxoverlap.passes.layers import matches
@@ -39,13 +40,15 @@ class Region:
     ops: tuple[fx.Node, ...]
 
 
-def regions(joint: JointGraph, keys: Assignment, config: OverlapConfig) -> list[Region]:
+def regions(chunk: ChunkGraph, keys: Assignment, config: OverlapConfig) -> list[Region]:
     """The regions of a chunk in forward order."""
+    joint = chunk.joint
+    assert joint is not None
     ops = [op for op in op_facts.ops(joint.module.graph) if keys[op][2] is Phase.F]
     asked = config.recompute
     found: list[Region] = []
     if asked is not None:
-        found = _modules(ops, asked.modules) if asked.method == "selective" else _segments(joint, ops, keys, asked)
+        found = _modules(ops, asked.modules) if asked.method == "selective" else _segments(chunk, joint, ops, keys, asked)
     calls = _checkpoints(ops)
     _refuse_shared_ops(found, calls)
     rank = {op: i for i, op in enumerate(ops)}
@@ -82,13 +85,19 @@ def _refuse_shared_ops(found: Iterable[Region], calls: Iterable[Region]) -> None
             )
 
 
-def _segments(joint: JointGraph, ops: Iterable[fx.Node], keys: Assignment, asked: Recompute) -> list[Region]:
+def _segments(
+    chunk: ChunkGraph, joint: JointGraph, ops: Iterable[fx.Node], keys: Assignment, asked: Recompute
+) -> list[Region]:
     members: dict[int, list[fx.Node]] = {}
     size, most = (1, asked.num_layers) if asked.method == "block" else (asked.num_layers, None)
+    # By its first layer.
+    segment = {layer: start for start, end in chunk.depths for layer in range(start, end)}
+    trunk = range(min(segment, default=chunk.layers))
+    segment |= {layer: layer // size * size for layer in (trunk if most is None else trunk[:most])}
     for op in ops:
-        layer = keys[op][0]
-        if layer is not None and (most is None or layer < most):
-            members.setdefault(layer // size, []).append(op)
+        layer, slot, _ = keys[op]
+        if layer in segment and slot is not Slot.MTP_POST:
+            members.setdefault(segment[layer], []).append(op)
     if not members:
         raise UnsupportedError(
             f"OverlapConfig.recompute is {asked!r}, but the model has no logical layers to compute again. Set "

@@ -43,7 +43,7 @@ def wgrad(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
         with_w.append((node.layer, node.slot, node.phase))
         if node.phase is Phase.B:
             with_w += [(node.layer, node.slot, Phase.W), (node.layer, Slot.SHARED, Phase.W)]
-    return replace(chunk, nodes=make_nodes(joint, keys, with_w))
+    return replace(chunk, nodes=make_nodes(joint, keys, with_w, chunk.depths))
 
 
 wgrad.stage = "chunk"  # type: ignore[attr-defined]

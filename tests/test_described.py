@@ -88,11 +88,11 @@ def test_a_stage_has_no_ends_and_a_depth_is_a_layer_with_a_head() -> None:
     whole = described(HYBRID, H100, Setup(2, 64))
     assert whole.layers == 4 + 2
     heads = [node.name for node in whole.nodes if node.slot is Slot.MTP_POST and node.phase is Phase.F]
-    assert heads == ["L4.mtp_post.F", "L5.mtp_post.F"]
+    assert heads == ["MTP0.mtp_post.F", "MTP1.mtp_post.F"]
     names = edges(whole)
     # The trunk's last layer gets the gradients of its head and of the first depth; that depth those of both heads.
     assert {"post_process.B", "L4.pre_dispatch.B"} < names["L3.post_combine.B"]
-    assert {"L4.mtp_post.B", "L5.pre_dispatch.B"} < names["L4.post_combine.B"]
+    assert {"MTP0.mtp_post.B", "MTP1.pre_dispatch.B"} < names["MTP0.post_combine.B"]
     assert not any("dispatch.F" in name or "counts" in name for name in names if name.startswith("L0.")) or (
         "L0.pre_dispatch.F" in names and "L0.dispatch.F" not in names
     )

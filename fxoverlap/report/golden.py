@@ -21,11 +21,12 @@ def node_table(chunk: ChunkGraph) -> str:
     first: dict[int, str] = {}
     rows: dict[tuple[str, str], list[str]] = {}
     for node in chunk.nodes:
-        where = "-" if node.layer is None else f"L{node.layer}"
+        where = node.place or "-"
         module = chunk.modules.get(node.name)
         shared = module is not None and first.setdefault(id(module), node.name) != node.name
         rows.setdefault((where, node.phase.value), []).append(_slot(node) + ("=" if shared else ""))
-    return "\n".join(f"  {where:4} {phase}  {'  '.join(slots)}" for (where, phase), slots in rows.items())
+    width = max(4, *(len(where) for where, _ in rows)) if rows else 0
+    return "\n".join(f"  {where:{width}} {phase}  {'  '.join(slots)}" for (where, phase), slots in rows.items())
 
 
 def _slot(node: ScheduleNode) -> str:

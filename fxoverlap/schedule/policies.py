@@ -72,6 +72,7 @@ def _pair(issue: _Issue, i: int | None, j: int | None, covers: bool, early_relea
     """
     issue.f(i, Slot.PRE_DISPATCH)
     issue.f(i, Slot.COUNTS)
+    issue.b(j, Slot.MTP_POST)
     issue.b(j, Slot.POST_COMBINE)
     issue.b(j, Slot.COMBINE)
     issue.f(i, Slot.PERMUTE)
@@ -91,6 +92,7 @@ def _pair(issue: _Issue, i: int | None, j: int | None, covers: bool, early_relea
     issue.f(i, Slot.COMBINE)
     issue.b(j, Slot.PRE_DISPATCH)
     issue.f(i, Slot.POST_COMBINE)
+    issue.f(i, Slot.MTP_POST)
 
 
 def auto(
@@ -153,12 +155,12 @@ def early_release_edges(f: ChunkGraph, b: ChunkGraph) -> list[tuple[str, str]]:
     `pre_dispatch.B` is the last reader of what its layer has saved, so much is free before `experts.F` saves more. It
     waits for dispatch.B, which then has nothing but weight gradients beside it.
     """
-    ours, theirs = ({node.name for node in chunk.nodes} for chunk in (f, b))
-    edges = [
-        (f"L{b.layers - 1 - i}.{Slot.PRE_DISPATCH.value}.B", f"L{i}.{Slot.EXPERTS.value}.F")
+    ours, theirs = ({_key(node): node.name for node in chunk.nodes} for chunk in (f, b))
+    pairs = [
+        (theirs.get((b.layers - 1 - i, Slot.PRE_DISPATCH, Phase.B)), ours.get((i, Slot.EXPERTS, Phase.F)))
         for i in range(min(f.layers, b.layers))
     ]
-    return [(first, then) for first, then in edges if first in theirs and then in ours]
+    return [(first, then) for first, then in pairs if first is not None and then is not None]
 
 
 class _Search:
@@ -233,7 +235,8 @@ class _Issue:
         """Issue the weight gradients that are left of what the backward ran before this layer's experts."""
         if layer is None:
             return
-        behind = [(None, Slot.POST_PROCESS, Phase.W), (layer, Slot.POST_COMBINE, Phase.W)]
+        own = ((None, Slot.POST_PROCESS), (layer, Slot.MTP_POST), (layer, Slot.POST_COMBINE))
+        behind = [(*part, Phase.W) for part in own]
         while self._w and self._w[-1][0] > layer:
             behind += self._w.pop()[1]
         for key in sorted((key for key in behind if key in self._left["B"]), key=self._rank.__getitem__):

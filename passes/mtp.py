@@ -1,0 +1,150 @@
+"""Chunk pass `mtp`: give each depth of multi-token prediction its head, and gradients that meet their place.
+
+In:  ChunkGraph after `cut`, where all that follows the layers of the trunk and of the depths is in `post_process`.
+Out: the same graph; what is of the head of one depth (its norm, head and loss, and their backward) is in the depth's
+     node `mtp_post`, and gradients are merged where they are read. A chunk without depths is not changed.
+
+The heads of a forward are told apart by the depth that they need values of. What needs those of several depths, or of
+the trunk, stays in `post_process`: the main head, and the sum of the losses. An op of the backward is of the head whose
+saved values it reads. What the backwards of several heads meet in, such as the sum of the gradients of a shared weight,
+belongs to the one that runs last: `post_process` runs first, then the last depth. Nothing is added in another order
+than in the trace, which is that of eager's autograd.
+
+The gradient of what the depths begin from, the hidden state that the trunk or the depth before has made, is whole when
+the backwards of its own head and of the next depth are done. The ops that make it so go to the node that reads the
+whole: so the backward of a depth does not wait for the head of what it begins from.
+
+Draws and other effects stay in `post_process`, in the order of the trace, together with what needs them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+
+from fxoverlap.config import OverlapConfig
+from fxoverlap.ir import ChunkGraph, Phase, Slot
+from fxoverlap.passes import op_facts
+from fxoverlap.passes.cut import Assignment, Key, assignment, join_results, remake_views, with_nodes
+from fxoverlap.passes.place import of_batch
+
+MAIN = 1 << 30
+"""The number of the main head among those of the depths: the last in the forward, the first in the backward."""
+
+
+def mtp(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
+    """Part the heads of depths from `post_process`, and place the merges of gradients."""
+    del config
+    joint = chunk.joint
+    if joint is None or not chunk.depths:
+        return chunk
+    keys = assignment(chunk)
+    order = _order(chunk)
+    _merge_where_read(chunk, keys, order)
+    heads = _Heads(chunk, keys)
+    of_forward, of_backward = heads.of_forward(), heads.of_backward()
+    for phase, found in ((Phase.F, of_forward), (Phase.B, of_backward)):
+        keys.update({op: _head_key(chunk, head, phase) for op, head in found.items()})
+    join_results(op_facts.ops(joint.module.graph), keys)
+    remake_views(joint, keys)
+    return with_nodes(chunk, keys, order)
+
+
+mtp.stage = "chunk"  # type: ignore[attr-defined]
+
+
+class _Heads:
+    """The number of the head of each op of `post_process`."""
+
+    def __init__(self, chunk: ChunkGraph, keys: Assignment) -> None:
+        assert chunk.joint is not None
+        ops = list(op_facts.ops(chunk.joint.module.graph))
+        self._keys = keys
+        self._depth: dict[int | None, int] = {
+            layer: depth for depth, ends in enumerate(chunk.depths) for layer in range(*ends)
+        }
+        # Of any head's: casts of weights, targets, masks.
+        self._common = of_batch([op for op in ops if keys[op][2] is Phase.F])
+        self._forward, self._backward = (
+            [op for op in ops if keys[op] == (None, Slot.POST_PROCESS, phase)] for phase in (Phase.F, Phase.B)
+        )
+        self._needed: dict[fx.Node, int] = {}  # by what an op needs; F
+
+    def of_forward(self) -> dict[fx.Node, int]:
+        """The heads of F ops. What all can have is of the first head that reads it."""
+        for op in self._forward:
+            needed = self._heads_of_inputs(op, self._needed)
+            if op_facts.keeps_order(op) or len(needed) > 1:
+                self._needed[op] = MAIN
+            elif needed:
+                self._needed[op] = needed.pop()
+        head = dict(self._needed)
+        for op in reversed(self._forward):
+            if op not in head:
+                head[op] = min((head[user] for user in op.users if user in head), default=MAIN)
+        return head
+
+    def of_backward(self) -> dict[fx.Node, int]:
+        """The heads of B ops: the last to run of those that an op needs, but none behind its readers."""
+        head: dict[fx.Node, int] = {}
+        for op in self._backward:
+            needed = self._heads_of_inputs(op, head)
+            if op_facts.keeps_order(op):
+                head[op] = MAIN
+            elif needed:
+                head[op] = min(needed)
+        for op in reversed(self._backward):
+            readers = [each for user in op.users if (each := self._first_to_have_run(user, head)) is not None]
+            own = [head[op]] if op in head else []
+            head[op] = max([*own, *readers], default=MAIN)
+        return head
+
+    def _heads_of_inputs(self, op: fx.Node, head: dict[fx.Node, int]) -> set[int]:
+        """The heads whose values an op reads."""
+        found: set[int] = set()
+        for source in op.all_input_nodes:
+            if source in head or source in self._needed:
+                found.add(head.get(source, self._needed.get(source, MAIN)))
+            elif source in self._keys and source not in self._common and self._keys[source][0] is not None:
+                found.add(self._depth.get(self._keys[source][0], MAIN))
+        return found
+
+    def _first_to_have_run(self, user: fx.Node, head: dict[fx.Node, int]) -> int | None:
+        """The head whose backward the reader is in, or follows; None if it follows all."""
+        if user in head:
+            return head[user]
+        return self._depth.get(self._keys[user][0]) if user in self._keys else None
+
+
+def _head_key(chunk: ChunkGraph, head: int, phase: Phase) -> Key:
+    return (None, Slot.POST_PROCESS, phase) if head == MAIN else (chunk.depths[head][1] - 1, Slot.MTP_POST, phase)
+
+
+def _order(chunk: ChunkGraph) -> list[Key]:
+    """The nodes with those of the heads: in F behind the last layer of their depth, in B in front of it."""
+    order = [(node.layer, node.slot, node.phase) for node in chunk.nodes]
+    for head, (_, end) in enumerate(chunk.depths):
+        of_last = {phase: [i for i, key in enumerate(order) if key[0] == end - 1 and key[2] is phase] for phase in Phase}
+        order.insert(min(of_last[Phase.B], default=len(order)), _head_key(chunk, head, Phase.B))
+        order.insert(max(of_last[Phase.F], default=-1) + 1, _head_key(chunk, head, Phase.F))
+    return order
+
+
+def _merge_where_read(chunk: ChunkGraph, keys: Assignment, order: Sequence[Key]) -> None:
+    """Move what a depth's backward makes only for what is in front of the depth to the first node that reads it."""
+    assert chunk.joint is not None
+    start_of: dict[int | None, int] = {layer: start for start, end in chunk.depths for layer in range(start, end)}
+    rank = {key: i for i, key in enumerate(order)}
+    for op in reversed(list(op_facts.ops(chunk.joint.module.graph))):
+        layer, slot, phase = keys[op]
+        start = start_of.get(layer)
+        is_tied = op_facts.tag(op).layer is not None or op_facts.has_effect(op) or op.target is operator.getitem
+        if start is None or phase is not Phase.B or slot is Slot.MTP_POST or is_tied:
+            continue
+        group = [op, *(user for user in op.users if user.target is operator.getitem)]
+        readers = {keys[user] for each in group for user in each.users if user in keys} - {keys[op]}
+        inside = [user for each in group for user in each.users if user not in group and keys.get(user) == keys[op]]
+        if readers and not inside and all((key[0] if key[0] is not None else -1) < start for key in readers):
+            keys.update(dict.fromkeys(group, min(readers, key=rank.__getitem__)))
