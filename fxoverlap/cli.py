@@ -21,7 +21,7 @@ from fxoverlap.benchmarks.described import DISPATCHERS, Setup
 from fxoverlap.benchmarks.workload import Settings
 from fxoverlap.hardware import PRESETS as HARDWARE
 from fxoverlap.launch import one_rank_group
-from fxoverlap.pattern import SYMBOLS, parse
+from fxoverlap.models.hybrid import SYMBOLS, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

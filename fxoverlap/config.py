@@ -138,12 +138,10 @@ class OverlapConfig:
         self._refuse_what_is_missing()
 
     def _check_choices(self) -> None:
-        if self.pattern is not None and not isinstance(self.pattern, str):
-            raise _reject("pattern", self.pattern, "a string such as '*-[*E]'")
         if self.pattern is not None:
             try:
                 parse(self.pattern)
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 raise ConfigError(f"OverlapConfig.pattern is {self.pattern!r}: {error}") from error
         if not callable(self.schedule) and self.schedule not in SCHEDULES:
             raise _reject("schedule", self.schedule, f"{', '.join(SCHEDULES)}, or a policy function")

@@ -13,7 +13,8 @@ from toys import batches, toy, train_both
 import fxoverlap as fxo
 from fxoverlap.ir import InputKind, Phase
 from fxoverlap.models import HybridModel
-from fxoverlap.pattern import SYMBOLS, Pattern
+from fxoverlap.models.hybrid import SYMBOLS
+from fxoverlap.pattern import NAMESPACES, Pattern
 
 SMALL: dict[str, Any] = {
     "mla": {"kv_rank": 8, "q_rank": 8, "rope_dim": 4, "head_dim": 8},
@@ -23,17 +24,24 @@ SMALL: dict[str, Any] = {
 
 
 def random_pattern(seed: int) -> str:
-    """4 to 8 layers, at least one of them a mixture of experts; some of the layers before one are in brackets."""
+    """4 to 8 layers, at least one of them a mixture of experts; some of the layers before one are in brackets.
+
+    A model has plain or latent attention, and a group one layer of each checkpoint namespace.
+    """
     draw = random.Random(seed)
-    symbols = "".join(draw.choices(sorted(SYMBOLS), k=draw.randint(4, 8)))
+    other = "*+"[seed % 2]
+    symbols = "".join(draw.choices(sorted(set(SYMBOLS) - {other}), k=draw.randint(4, 8)))
     if "E" not in symbols:
         at = draw.randrange(len(symbols))
         symbols = f"{symbols[:at]}E{symbols[at + 1 :]}"
     groups, start = [], 0
     for end in range(1, len(symbols) + 1):
         if symbols[end - 1] == "E" or draw.random() < 0.2:
+            begin = end - 1
+            while begin > start and NAMESPACES[symbols[begin - 1]] not in map(NAMESPACES.get, symbols[begin:end]):
+                begin -= 1
             if draw.random() < 0.5:
-                groups.append((start, end))
+                groups.append((begin, end))
             start = end
     return str(Pattern(symbols, tuple(groups)))
 

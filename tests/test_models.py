@@ -267,7 +267,7 @@ def test_forward_assigns_no_attributes(group: dist.ProcessGroup, kind: str) -> N
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: HybridModel("*D"), "unknown symbol 'D'; allowed are"),
+        (lambda: HybridModel("*X"), "unknown symbol 'X'; allowed are"),
         (lambda: HybridModel("*", dim=12), "dim=12, heads=4, kv_heads=2; change"),
         (lambda: HybridModel("*", heads=4, kv_heads=3), "kv_heads=3; change"),
         (lambda: HybridModel("E", top_k=17), "top_k must be 1 to num_experts=16, got 17; change"),

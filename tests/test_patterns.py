@@ -16,7 +16,7 @@ from toys import batches, train_both
 import fxoverlap as fxo
 from fxoverlap.ir import Phase
 from fxoverlap.launch import launch
-from fxoverlap.pattern import SYMBOLS
+from fxoverlap.models.hybrid import SYMBOLS
 
 MIXERS = [symbol for symbol in SYMBOLS if symbol != "E"]
 ALONE = [f"{symbol}E" for symbol in MIXERS]
@@ -80,21 +80,23 @@ def test_every_weight_gradient_of_a_layer_is_w(symbol: str, group: dist.ProcessG
     assert {name: phases[name] for name in own} == dict.fromkeys(own, Phase.W)
 
 
-def test_packed_sequences(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("pattern", ["[M*E][GE]", "[M+E][GE]"])
+def test_packed_sequences(pattern: str, group: dist.ProcessGroup) -> None:
     """Boundaries at other places in each microbatch and step are one capture."""
 
     def make(step: int) -> list[tuple]:
         cuts = [torch.tensor([0, 2 + i % 2, 3 + step, 8]) for i in range(3)]
         return [(*each, cut) for each, cut in zip(batches(3, seed=step), cuts, strict=True)]
 
-    overlapped = fxo.transform(hybrid("[M*E][+GE]", group), fxo.OverlapConfig("[M*E][+GE]"))
+    overlapped = fxo.transform(hybrid(pattern, group), fxo.OverlapConfig(pattern))
     assert train_both(overlapped, make) == []
     assert overlapped.report().variants == 1
 
 
-def test_packed_sequences_are_separate() -> None:
+@pytest.mark.parametrize("pattern", ["M*GE", "M+GE"])
+def test_packed_sequences_are_separate(pattern: str) -> None:
     """The loss of packed sequences is the mean of their own losses, by length; experts have no auxiliary loss here."""
-    model = hybrid("M*G+E", None, torch.float64)
+    model = hybrid(pattern, None, torch.float64)
     model.layers[-1].aux_loss = 0.0
     ((tokens, targets),) = batches(1, tokens=9)
     packed = model(tokens, targets, torch.tensor([0, 4, 4, 9]))

@@ -17,6 +17,24 @@ from fxoverlap.models.mla import LatentAttention
 from fxoverlap.models.mlp import MLP
 from fxoverlap.models.moe import MoE
 
+SYMBOLS = {symbol: layer_pattern.SYMBOLS[symbol] for symbol in "*+MG-E"}
+"""The symbols of the pattern language that `HybridModel` has a layer for, with what they stand for."""
+
+
+def parse(text: str) -> layer_pattern.Pattern:
+    """Parse the pattern of a `HybridModel`.
+
+    Raises ValueError: the text is not a pattern, or it has a symbol that is not in `SYMBOLS`.
+    """
+    pattern = layer_pattern.parse(text)
+    missing = [name for symbol, name in layer_pattern.SYMBOLS.items() if symbol in text and symbol not in SYMBOLS]
+    if missing:
+        raise ValueError(
+            f"HybridModel: the pattern '{text}' has {', '.join(missing)}, expected any of {' '.join(SYMBOLS)}; the "
+            "reference model has no other layers, use a model of your own for them"
+        )
+    return pattern
+
 
 class HybridModel(nn.Module):
     """tokens int64 [batch, positions], targets int64 [batch, positions] -> loss fp32 [] (fp64 in fp64).
@@ -44,7 +62,8 @@ class HybridModel(nn.Module):
             for every group size, a rank's experts being a slice of all.
 
     Raises:
-        ValueError: the pattern or an argument of a layer is wrong; in forward, `cu_seqlens` are of another kind.
+        ValueError: the pattern, which has no layers but those of `SYMBOLS`, or an argument of a layer is wrong; in
+            forward, `cu_seqlens` are of another kind.
         RuntimeError: in forward, `cu_seqlens` do not rise from 0 to the number of tokens.
     """
 
@@ -76,7 +95,7 @@ class HybridModel(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.pattern = layer_pattern.parse(pattern)
+        self.pattern = parse(pattern)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         common: dict[str, Any] = {"dropout": dropout, "generator": generator}
         rotary: dict[str, Any] = {"rope_theta": rope_theta, "max_positions": max_positions}
