@@ -5,6 +5,8 @@ The patterns of `MEGATRON` are those of Megatron-LM's documentation and tests (`
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,7 +140,14 @@ def test_errors_point_at_the_place(text: str, position: int, message: str) -> No
 
 @pytest.mark.parametrize(
     ("text", "shown", "position"),
-    [("*\nE", "*?E", 1), ("M\t", "M?", 1), ("日E", "?E", 0), ("*–", "*–", 1), ("E\u0301", "E?", 1), ("\ud800", "?", 0)],
+    [
+        ("*\nE", "*?E", 1),
+        ("M\t", "M?", 1),
+        ("日E", "?E", 0),
+        ("*\u2013", "*\u2013", 1),
+        ("E\u0301", "E?", 1),
+        ("\ud800", "?", 0),
+    ],
 )
 def test_what_is_shown_has_a_column_for_each_character(text: str, shown: str, position: int) -> None:
     """What breaks lines, or is wide or of no width, is shown as a question mark; the message has its code."""
@@ -251,3 +260,32 @@ def test_a_config_is_checked_when_it_is_built(text: str) -> None:
 def test_a_config_takes_all_symbols() -> None:
     """A user's model may have any layers."""
     assert fxo.OverlapConfig("[MDE]|[C-]HW/[+E]/[+E]").pattern == "[MDE]|[C-]HW/[+E]/[+E]"
+
+
+# --- the documentation -----------------------------------------------------------------------------------------------
+
+DOCS = (Path(__file__).parent.parent / "docs" / "patterns.md").read_text()
+
+
+def test_the_symbols_of_the_documentation() -> None:
+    rows = re.findall(r"^\| `(.)` \| (.+) \| `(\w+)` \|$", DOCS, re.MULTILINE)
+    assert {symbol: namespace for symbol, _, namespace in rows} == NAMESPACES
+    assert all(name.startswith(SYMBOLS[symbol]) for symbol, name, _ in rows)
+
+
+def test_the_example_of_the_documentation() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    exec(block, {})
+
+
+def test_the_refusals_of_the_documentation() -> None:
+    rows = re.findall(r"^\| .+ \| ([^|]*`(?:[^|]|\\\|)*) \| .+ \|$", DOCS.partition("| refused |")[2], re.MULTILINE)
+    texts = [text.replace("\\|", "|") for row in rows for text in re.findall("`([^`]+)`", row)]
+    assert len(rows) == 11 and len(texts) == 17
+    for text in texts:
+        with pytest.raises(ValueError, match=r"\^$"):
+            parse(text)
+    shown = DOCS.partition("```text\nlayer pattern: ")[2].partition("\n```")[0]
+    with pytest.raises(ValueError) as error:
+        parse(shown.split("\n")[1].strip())
+    assert str(error.value) == f"layer pattern: {shown}"
