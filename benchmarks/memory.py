@@ -33,7 +33,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -43,8 +42,8 @@ from fxoverlap.benchmarks.workload import Batch, Settings, eager_step, everywher
 from fxoverlap.errors import ConfigError
 from fxoverlap.ir import Phase, Plan
 from fxoverlap.launch import launch
-from fxoverlap.models import HybridModel
-from fxoverlap.models.moe import MoE
+from fxoverlap.models import HybridModel, layers
+from fxoverlap.models.loss import mean_loss
 from fxoverlap.pattern import parse
 
 DEFAULT = Settings(
@@ -199,21 +198,9 @@ class Checkpointed(nn.Module):
         model = self.model
         hidden, auxiliary = model.embed(tokens), []
         for begin, end in self.segments:
-            hidden, more = checkpoint(_run_layers, model.layers[begin:end], hidden, use_reentrant=False)
+            hidden, more = checkpoint(layers.run, model.layers[begin:end], hidden, None, use_reentrant=False)
             auxiliary += more
-        logits = model.head(model.norm(hidden).flatten(0, -2))
-        return sum(auxiliary, F.cross_entropy(logits, targets.flatten()))
-
-
-def _run_layers(layers: Sequence[nn.Module], hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-    auxiliary = []
-    for layer in layers:
-        if isinstance(layer, MoE):
-            hidden, aux = layer(hidden)
-            auxiliary.append(aux)
-        else:
-            hidden = layer(hidden)
-    return hidden, auxiliary
+        return sum(auxiliary, mean_loss(model.head(model.norm(hidden).flatten(0, -2)), targets))
 
 
 def text(figures: dict[str, Any]) -> str:

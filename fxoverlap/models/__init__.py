@@ -3,10 +3,12 @@
 from fxoverlap.models.attention import Attention
 from fxoverlap.models.delta import GatedDeltaNet
 from fxoverlap.models.hybrid import HybridModel
+from fxoverlap.models.layers import LayerFactory
 from fxoverlap.models.mamba import Mamba2
 from fxoverlap.models.mla import LatentAttention
 from fxoverlap.models.mlp import MLP, SwiGLU
 from fxoverlap.models.moe import MoE
+from fxoverlap.models.mtp import MTPDepth
 from fxoverlap.models.short_conv import ShortConv
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "GatedDeltaNet",
     "HybridModel",
     "LatentAttention",
+    "LayerFactory",
+    "MTPDepth",
     "Mamba2",
     "MoE",
     "ShortConv",

@@ -1,21 +1,16 @@
 """The reference hybrid model of tests, demo and benchmarks: a causal language model, one layer a pattern symbol."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxoverlap import compat
 from fxoverlap import pattern as layer_pattern
-from fxoverlap.models.attention import Attention
-from fxoverlap.models.delta import GatedDeltaNet
-from fxoverlap.models.mamba import Mamba2
-from fxoverlap.models.mla import LatentAttention
-from fxoverlap.models.mlp import MLP
-from fxoverlap.models.moe import MoE
+from fxoverlap.models import layers, mtp
+from fxoverlap.models.loss import count, mean_loss
 
 SYMBOLS = {symbol: layer_pattern.SYMBOLS[symbol] for symbol in "*+MG-E"}
 """The symbols of the pattern language that `HybridModel` has a layer for, with what they stand for."""
@@ -39,31 +34,40 @@ def parse(text: str) -> layer_pattern.Pattern:
 class HybridModel(nn.Module):
     """tokens int64 [batch, positions], targets int64 [batch, positions] -> loss fp32 [] (fp64 in fp64).
 
-    The loss is the mean cross entropy plus the auxiliary losses of the MoE layers; targets of -100 do not count.
-    `layers` holds one module for each symbol of the pattern: `*` attention, `+` latent attention, `M` Mamba-2, `G`
-    gated delta net, `-` SwiGLU, `E` mixture of experts; brackets do not change the model.
+    The loss is the mean cross entropy plus the auxiliary losses of the MoE layers; targets of -100 do not count, and
+    without any that does the cross entropy is 0. `layers` holds one module for each symbol of the pattern's trunk:
+    `*` attention, `+` latent attention, `M` Mamba-2, `G` gated delta net, `-` SwiGLU, `E` mixture of experts; brackets
+    and pipes do not change the model.
 
     Several sequences may be packed: `cu_seqlens`, int [sequences + 1], 0 first and batch * positions last, says where
     each begins in the tokens, row after row. Nothing passes from one sequence, or row, to another, but for the
     experts' load and the losses. Boundaries that are equal are sequences of no tokens: with them the number of
     boundaries can be the same for all microbatches, which then need one capture.
 
+    Multi-token prediction: `mtp` holds one `MTPDepth` for each MTP part of the pattern. To the loss comes, for each,
+    `mtp_weight / depths` times the mean cross entropy of its own targets, those of the model that many positions
+    ahead, and the auxiliary losses of its layers. `mtp_input_mask`, bool [batch, positions], says which tokens a
+    prediction may lead through: depth k at a position leads through tokens 1 to k positions ahead. Others are read, but
+    the embedding is not trained on what a depth reads of them.
+
     Args:
         pattern: layer pattern, see `fxoverlap.pattern`.
-        heads: of attention, latent attention and the delta net; kv_heads: of attention.
-        mla, mamba, delta: further arguments of `LatentAttention`, `Mamba2`, `GatedDeltaNet`, by name.
-        ffn_dim: width of the dense SwiGLU layers; None: 4 * `dim`.
-        num_experts, expert_dim, top_k, router, aux_loss, z_loss, selection_bias, shared_dim: see `MoE`.
-        dropout: probability, on the output of every layer before its residual.
         tied: the head uses the embedding's weight.
-        group: expert-parallel process group; None: all experts are local and nothing is exchanged.
-        max_positions: length of the longest row, however many sequences it packs.
+        mtp_weight: of the mean over depths (Megatron-LM's `mtp_loss_scaling_factor`).
+        mtp_projections: 1 or 2, see `MTPDepth`.
+        mtp_detach_head: the depths' losses do not train the head's weight; tied, they train it as embedding.
+        mtp_detach_trunk: the depths' losses do not train trunk and embedding. With both, nothing but `mtp` is trained
+            by them, which is Megatron-LM's `mtp_detach_heads`.
+        per_token: the loss is multiplied by the number of targets that count, to be divided by the number of all
+            microbatches with `grad_scale` (Megatron-LM's `calculate_per_token_loss`); a depth's loss by that of the
+            model's targets too, not by that of its own.
         seed: of the weights; None: they are drawn from torch's generator. One seed gives one model, on every rank and
-            for every group size, a rank's experts being a slice of all.
+            for every group size, a rank's experts being a slice of all; and one trunk, with and without MTP.
+        options: further arguments of `LayerFactory`, by name.
 
     Raises:
         ValueError: the pattern, which has no layers but those of `SYMBOLS`, or an argument of a layer is wrong; in
-            forward, `cu_seqlens` are of another kind.
+            forward, `cu_seqlens` or `mtp_input_mask` are of another kind.
         RuntimeError: in forward, `cu_seqlens` do not rise from 0 to the number of tokens.
     """
 
@@ -73,76 +77,70 @@ class HybridModel(nn.Module):
         *,
         dim: int = 256,
         vocab_size: int = 1024,
-        heads: int = 4,
-        kv_heads: int = 2,
-        mla: Mapping[str, Any] | None = None,
-        mamba: Mapping[str, Any] | None = None,
-        delta: Mapping[str, Any] | None = None,
-        ffn_dim: int | None = None,
-        num_experts: int = 16,
-        expert_dim: int = 128,
-        top_k: int = 6,
-        router: str = "softmax",
-        aux_loss: float = 0.01,
-        z_loss: float = 0.0,
-        selection_bias: bool = False,
-        shared_dim: int = 0,
-        dropout: float = 0.0,
         tied: bool = False,
-        group: dist.ProcessGroup | None = None,
-        rope_theta: float = 10000.0,
-        max_positions: int = 4096,
+        mtp_weight: float = 0.1,
+        mtp_projections: int = 1,
+        mtp_detach_head: bool = False,
+        mtp_detach_trunk: bool = False,
+        per_token: bool = False,
         seed: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.pattern = parse(pattern)
+        self.mtp_weight, self.per_token = mtp_weight, per_token
+        self.mtp_detach_head, self.mtp_detach_trunk = mtp_detach_head, mtp_detach_trunk
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        common: dict[str, Any] = {"dropout": dropout, "generator": generator}
-        rotary: dict[str, Any] = {"rope_theta": rope_theta, "max_positions": max_positions}
-        layer: dict[str, Callable[[], nn.Module]] = {
-            "*": lambda: Attention(dim, heads, kv_heads, **rotary, **common),
-            "+": lambda: LatentAttention(dim, heads, **rotary, **common, **(mla or {})),
-            "M": lambda: Mamba2(dim, **common, **(mamba or {})),
-            "G": lambda: GatedDeltaNet(dim, heads, **common, **(delta or {})),
-            "-": lambda: MLP(dim, ffn_dim or 4 * dim, **common),
-            "E": lambda: MoE(
-                dim,
-                num_experts,
-                expert_dim,
-                top_k=top_k,
-                router=router,
-                aux_loss=aux_loss,
-                z_loss=z_loss,
-                selection_bias=selection_bias,
-                shared_dim=shared_dim,
-                group=group,
-                **common,
-            ),
-        }
+        factory = layers.LayerFactory(dim=dim, generator=generator, **options)
         self.embed = nn.Embedding(vocab_size, dim)
         nn.init.normal_(self.embed.weight, std=dim**-0.5, generator=generator)
-        self.layers = nn.ModuleList(layer[symbol]() for symbol in self.pattern.symbols)
+        self.layers = factory.layers(self.pattern.symbols)
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if tied:
             self.head.weight = self.embed.weight
         else:
             nn.init.normal_(self.head.weight, std=dim**-0.5, generator=generator)
+        self.mtp = nn.ModuleList()
+        if self.pattern.mtp is not None:
+            for _ in range(self.pattern.depths):
+                physical = factory.layers(self.pattern.mtp.symbols)
+                depth = mtp.MTPDepth(dim, physical, projections=mtp_projections, generator=generator)
+                self.mtp.append(depth)
 
-    def forward(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        hidden = self.embed(tokens)
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        cu_seqlens: Tensor | None = None,
+        mtp_input_mask: Tensor | None = None,
+    ) -> Tensor:
         ids = None if cu_seqlens is None else sequence_ids(cu_seqlens, tokens)
-        auxiliary = []
-        for layer in self.layers:
-            if isinstance(layer, MoE):
-                hidden, aux = layer(hidden)
-                auxiliary.append(aux)
-            else:
-                hidden = layer(hidden) if ids is None or isinstance(layer, MLP) else layer(hidden, ids)
-        logits = self.head(self.norm(hidden).flatten(0, -2))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, targets.flatten())
-        return sum((aux for aux in auxiliary if aux is not None), loss)
+        hidden, auxiliary = layers.run(self.layers, self.embed(tokens), ids)
+        hidden = self.norm(hidden)
+        loss = mean_loss(self.head(hidden.flatten(0, -2)), targets)
+        read = mtp.ahead(tokens, targets, ids, mtp_input_mask)
+        loss = sum([*auxiliary, *self._mtp_losses(hidden, ids, read)], loss)
+        return loss * count(targets) if self.per_token else loss
+
+    def _mtp_losses(self, hidden: Tensor, ids: Tensor | None, read: Iterable[mtp.Ahead]) -> list[Tensor]:
+        """The depths' losses, weighted, each with the auxiliary losses of its layers behind it."""
+        if self.mtp_detach_trunk:
+            hidden = hidden.detach()
+        losses = []
+        for depth, each in zip(self.mtp, read, strict=False):
+            embedded = self.embed(each.tokens)
+            if each.mask is not None:
+                embedded = torch.where(each.mask.unsqueeze(-1), embedded, embedded.detach())
+            if self.mtp_detach_trunk:
+                embedded = embedded.detach()
+            hidden, auxiliary = depth(hidden, embedded, ids)
+            assert isinstance(depth, mtp.MTPDepth)
+            hidden = depth.norm(hidden)
+            flat = hidden.flatten(0, -2)
+            logits = F.linear(flat, self.head.weight.detach()) if self.mtp_detach_head else self.head(flat)
+            losses += [mean_loss(logits, each.targets) * (self.mtp_weight / len(self.mtp)), *auxiliary]
+        return losses
 
 
 def sequence_ids(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
