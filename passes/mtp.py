@@ -20,7 +20,7 @@ Draws and other effects stay in `post_process`, in the order of the trace, toget
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -137,14 +137,24 @@ def _merge_where_read(chunk: ChunkGraph, keys: Assignment, order: Sequence[Key])
     assert chunk.joint is not None
     start_of: dict[int | None, int] = {layer: start for start, end in chunk.depths for layer in range(start, end)}
     rank = {key: i for i, key in enumerate(order)}
-    for op in reversed(list(op_facts.ops(chunk.joint.module.graph))):
-        layer, slot, phase = keys[op]
-        start = start_of.get(layer)
-        is_tied = op_facts.tag(op).layer is not None or op_facts.has_effect(op) or op.target is operator.getitem
-        if start is None or phase is not Phase.B or slot is Slot.MTP_POST or is_tied:
-            continue
+    ops = [op for op in op_facts.ops(chunk.joint.module.graph) if _is_movable(op, keys[op], start_of)]
+    ends: set[fx.Node] = set()  # what is for gradients of parameters only
+    for op in reversed(ops):
         group = [op, *(user for user in op.users if user.target is operator.getitem)]
-        readers = {keys[user] for each in group for user in each.users if user in keys} - {keys[op]}
-        inside = [user for each in group for user in each.users if user not in group and keys.get(user) == keys[op]]
-        if readers and not inside and all((key[0] if key[0] is not None else -1) < start for key in readers):
-            keys.update(dict.fromkeys(group, min(readers, key=rank.__getitem__)))
+        readers = {user for each in group for user in each.users if user in keys} - ends - {*group}
+        start = start_of[keys[op][0]]
+        if not readers:
+            ends.update(group)
+        elif all((-1 if keys[user][0] is None else keys[user][0]) < start for user in readers):
+            keys.update(dict.fromkeys(group, min((keys[user] for user in readers), key=rank.__getitem__)))
+    for op in ops:
+        if op in ends:
+            made = [keys[op], *(keys[source] for source in op.all_input_nodes if source in keys)]
+            keys[op] = max((key for key in made if key[2] is Phase.B), key=rank.__getitem__)
+
+
+def _is_movable(op: fx.Node, key: Key, start_of: Mapping[int | None, int]) -> bool:
+    """Whether an op of a depth's backward is of none of its layers."""
+    layer, slot, phase = key
+    is_tied = op_facts.tag(op).layer is not None or op_facts.has_effect(op) or op.target is operator.getitem
+    return layer in start_of and phase is Phase.B and slot is not Slot.MTP_POST and not is_tied

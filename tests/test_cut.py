@@ -160,7 +160,7 @@ MOE_0, MOE_1, MOE_2 = ([f"L{layer}.{slot}" for slot in MOE] for layer in range(3
         ("[*-][*E]", ["L0.pre_dispatch", "L0.experts", *MOE_1]),
         ("[*E]*E-", [*MOE_0, *MOE_1, "L2.experts"]),
         ("*-", ["L0.pre_dispatch", "L1.experts"]),
-        ("[*-*-]", ["L0.pre_dispatch", "L0.experts"]),
+        ("[M*-]", ["L0.pre_dispatch", "L0.experts"]),
         ("**", ["L0.pre_dispatch", "L1.pre_dispatch"]),
     ],
 )
@@ -489,5 +489,5 @@ def test_b72_cycle_of_nodes_is_refused_and_named() -> None:
     keys = dict.fromkeys(nodes, rest) | {a: one, b: other, c: one}
     before = str(joint.module.graph)
     with pytest.raises(UnsupportedError, match=r"L0.pre_dispatch.F, L0.experts.F.* in a circle"):
-        make_nodes(joint, keys, [one, other, rest])
+        make_nodes(joint, keys, [one, other, rest], ())
     assert str(joint.module.graph) == before

@@ -91,7 +91,7 @@ def test_a_stage_has_no_ends_and_a_depth_is_a_layer_with_a_head() -> None:
     assert heads == ["MTP0.mtp_post.F", "MTP1.mtp_post.F"]
     names = edges(whole)
     # The trunk's last layer gets the gradients of its head and of the first depth; that depth those of both heads.
-    assert {"post_process.B", "L4.pre_dispatch.B"} < names["L3.post_combine.B"]
+    assert {"post_process.B", "MTP0.pre_dispatch.B"} < names["L3.post_combine.B"]
     assert {"MTP0.mtp_post.B", "MTP1.pre_dispatch.B"} < names["MTP0.post_combine.B"]
     assert not any("dispatch.F" in name or "counts" in name for name in names if name.startswith("L0.")) or (
         "L0.pre_dispatch.F" in names and "L0.dispatch.F" not in names

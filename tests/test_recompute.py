@@ -164,7 +164,7 @@ def test_b52_segments_of_layers_that_they_do_not_divide(layers: int, size: int) 
     made = chunk_of(toy("-" * layers), batches(1)[0], recompute=Recompute("uniform", size))
     assert made.joint is not None
     keys = {ops_of(made)[op]: (node.layer, node.slot, node.phase) for node in made.nodes for op in node.ops}
-    found = regions(made.joint, keys, fxo.OverlapConfig(recompute=Recompute("uniform", size)))
+    found = regions(made, keys, fxo.OverlapConfig(recompute=Recompute("uniform", size)))
     assert [len({keys[op][0] for op in region.ops}) for region in found] == REGIONS[layers, size]
     assert {node.layer for node in replay_nodes(made)} == set(range(layers))
 
