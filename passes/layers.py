@@ -12,9 +12,7 @@ what it computes before them belongs to the first; what it computes behind them,
 A depth without such layers is one physical layer. With a pattern that has MTP parts, matches of `mtp_layers` may also
 be the layers themselves: the pattern tells how many of them a depth has. Depths stand behind the trunk in `physical`.
 
-Raises UnsupportedError: a pattern is given and no layer matches; the number of layers differs from the pattern's
-symbols, in the trunk or in a depth; an exchange runs in a layer whose symbol is not `E`, or outside the layers while
-others run inside.
+Raises UnsupportedError: an exchange runs outside the layers while others run inside; as `fit` does.
 """
 
 from __future__ import annotations
@@ -23,36 +21,15 @@ import fnmatch
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
-from typing import NamedTuple
 
 from torch import fx
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
-from fxoverlap.ir import META, Exchange, JointGraph, Phase, PhysicalLayer
+from fxoverlap.ir import META, JointGraph, Phase
 from fxoverlap.passes import op_facts
-from fxoverlap.passes.logical import logical_layers
-from fxoverlap.pattern import Pattern, parse
-
-
-class Call(NamedTuple):
-    """A module that runs, and how often it had run before."""
-
-    fqn: str
-    number: int
-
-
-class Run(NamedTuple):
-    """What an op is of.
-
-    Attributes:
-        layer: the physical layer, or the depth of multi-token prediction for what is in none of its layers.
-        depth: the depth that it is in; None in the trunk.
-    """
-
-    layer: Call
-    depth: Call | None
+from fxoverlap.passes.fit import Call, Run, physical_layers
+from fxoverlap.pattern import parse
 
 
 def layers(joint: JointGraph, config: OverlapConfig) -> JointGraph:
@@ -68,8 +45,8 @@ def layers(joint: JointGraph, config: OverlapConfig) -> JointGraph:
     exchanges = tuple(replace(each, layer=by_name[each.launches[0]]) for each in joint.exchanges)
     joint = replace(joint, exchanges=_same_layer_as_forward(exchanges))
     pattern = None if config.pattern is None else parse(config.pattern)
-    joint = replace(joint, physical=_physical(list(found), pattern, joint.exchanges, globs, mtp_globs))
-    _refuse_exchanges_outside(joint, [*globs, *mtp_globs])
+    joint = replace(joint, physical=physical_layers(list(found), pattern, joint.exchanges, config))
+    _refuse_exchanges_outside(joint, globs, mtp_globs)
     return joint
 
 
@@ -163,95 +140,13 @@ def _same_layer_as_forward(exchanges: tuple) -> tuple:
     return tuple(replace(each, layer=layer[each.index]) for each in exchanges)
 
 
-def _physical(
-    runs: Sequence[Run],
-    pattern: Pattern | None,
-    exchanges: Sequence[Exchange],
-    globs: Sequence[str],
-    mtp_globs: Sequence[str],
-) -> tuple[PhysicalLayer, ...]:
-    """The layers of these runs, with their symbols, logical layers and depths."""
-    fqns = [run.layer.fqn for run in runs]
-    parts = [list(part) for _, part in groupby(range(len(runs)), key=lambda i: runs[i].depth)]
-    trunk = parts.pop(0) if runs and runs[0].depth is None else []
-    patterns: list[Pattern | None] = [None] * (1 + len(parts))
-    if pattern is not None:
-        _check_number("trunk", pattern, pattern.symbols, trunk, fqns, globs)
-        parts = _fit_depths(pattern, parts, fqns, mtp_globs)
-        patterns = [pattern, *[pattern.mtp] * len(parts)]
-    with_exchange = {each.layer for each in exchanges}
-    found: list[PhysicalLayer] = []
-    for number, (part, own) in enumerate(zip([trunk, *parts], patterns, strict=True)):
-        if own is not None:
-            _check_symbols(str(pattern), own.symbols, part, fqns, with_exchange)
-        symbols: Sequence[str | None] = [None] * len(part) if own is None else own.symbols
-        is_moe = [symbol == "E" or i in with_exchange for i, symbol in zip(part, symbols, strict=True)]
-        start = found[-1].logical + 1 if found else 0
-        logical = [start + each for each in logical_layers(is_moe, () if own is None else own.groups)]
-        depth = number - 1 if number else None
-        found += [PhysicalLayer(fqns[i], *rest, depth) for i, *rest in zip(part, symbols, logical, strict=True)]
-    return tuple(found)
-
-
-def _fit_depths(
-    pattern: Pattern, parts: Sequence[list[int]], fqns: Sequence[str], globs: Sequence[str]
-) -> list[list[int]]:
-    """The layers of each depth of a pattern; the parts are what the globs make the depths."""
-    flat = [i for part in parts for i in part]
-    symbols = "" if pattern.mtp is None else pattern.mtp.symbols
-    _check_number("depths of multi-token prediction", pattern, symbols * pattern.depths, flat, fqns, globs)
-    depths = [flat[start : start + len(symbols)] for start in range(0, len(flat), len(symbols) or 1)]
-    own = [part for part in parts if len(part) > 1 and part not in depths]
-    if own:
-        raise UnsupportedError(
-            f"The pattern '{pattern}' has {len(symbols)} layers in a depth of multi-token prediction, but the depth that "
-            f"{list(globs)} matches has {', '.join(fqns[i] for i in own[0])}. Write one symbol for each layer of a depth."
-        )
-    return depths
-
-
-def _check_number(
-    where: str, pattern: Pattern, symbols: str, part: Sequence[int], fqns: Sequence[str], globs: Sequence[str]
-) -> None:
-    if len(part) == len(symbols):
-        return
-    if not part:
-        raise UnsupportedError(
-            f"The pattern '{pattern}' needs {len(symbols)} layers in the {where}, but the glob {list(globs)} matches no "
-            f"module that the forward runs. Set OverlapConfig.{'layers' if where == 'trunk' else 'mtp_layers'} to the "
-            f"FQN glob of the model's."
-        )
-    raise UnsupportedError(
-        f"The pattern '{pattern}' has {len(symbols)} layers in the {where}, but the forward runs {len(part)}: "
-        f"{', '.join(fqns[i] for i in part)}. Write one symbol for each layer, and the depths behind the trunk, each "
-        f"after a '/'."
-    )
-
-
-def _check_symbols(
-    pattern: str, symbols: str, part: Sequence[int], fqns: Sequence[str], with_exchange: set[int | None]
-) -> None:
-    """Raise UnsupportedError unless the symbols say which of these layers exchange tokens."""
-    for i, symbol in zip(part, symbols, strict=True):
-        if i in with_exchange and symbol != "E":
-            raise UnsupportedError(
-                f"The pattern '{pattern}' says {symbol!r} for layer {fqns[i]}, but that layer exchanges tokens. "
-                f"Write 'E' for it."
-            )
-    missing = [fqns[i] for i, symbol in zip(part, symbols, strict=True) if symbol == "E" and i not in with_exchange]
-    if with_exchange and missing:
-        raise UnsupportedError(
-            f"The pattern '{pattern}' says 'E' for {', '.join(missing)}, which exchanges no tokens while other layers "
-            f"do. Write '-' for a dense layer."
-        )
-
-
-def _refuse_exchanges_outside(joint: JointGraph, globs: list[str]) -> None:
+def _refuse_exchanges_outside(joint: JointGraph, globs: list[str], mtp_globs: list[str]) -> None:
     outside = [each for each in joint.exchanges if each.layer is None]
     if joint.physical and outside:
         by_name = {node.name: node for node in joint.module.graph.nodes}
         fqn = op_facts.tag(by_name[outside[0].launches[0]]).fqn
         raise UnsupportedError(
-            f"Module {fqn or '(the model itself)'!r} exchanges tokens outside the layers that {globs} matches "
-            f"({len(joint.physical)} of them). Set OverlapConfig.layers so that it matches every MoE layer."
+            f"Module {fqn or '(the model itself)'!r} exchanges tokens outside the layers that {globs} and, for "
+            f"multi-token prediction, {mtp_globs} match ({len(joint.physical)} of them). Set OverlapConfig.layers and "
+            f"mtp_layers so that they match every MoE layer."
         )

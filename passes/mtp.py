@@ -126,7 +126,9 @@ def _order(chunk: ChunkGraph) -> list[Key]:
     """The nodes with those of the heads: in F behind the last layer of their depth, in B in front of it."""
     order = [(node.layer, node.slot, node.phase) for node in chunk.nodes]
     for head, (_, end) in enumerate(chunk.depths):
-        of_last = {phase: [i for i, key in enumerate(order) if key[0] == end - 1 and key[2] is phase] for phase in Phase}
+        of_last = {
+            phase: [i for i, key in enumerate(order) if key[0] == end - 1 and key[2] is phase] for phase in Phase
+        }
         order.insert(min(of_last[Phase.B], default=len(order)), _head_key(chunk, head, Phase.B))
         order.insert(max(of_last[Phase.F], default=-1) + 1, _head_key(chunk, head, Phase.F))
     return order
@@ -145,7 +147,7 @@ def _merge_where_read(chunk: ChunkGraph, keys: Assignment, order: Sequence[Key])
         start = start_of[keys[op][0]]
         if not readers:
             ends.update(group)
-        elif all((-1 if keys[user][0] is None else keys[user][0]) < start for user in readers):
+        elif all(layer is None or layer < start for layer in (keys[user][0] for user in readers)):
             keys.update(dict.fromkeys(group, min((keys[user] for user in readers), key=rank.__getitem__)))
     for op in ops:
         if op in ends:

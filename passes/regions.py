@@ -3,9 +3,9 @@
 In:  the keys of a chunk's ops (layer, slot, phase), their tags, and the config.
 Out: the regions, none of which shares an op with another.
 
-With "uniform" every `num_layers` logical layers are a region, a *segment*; the last may be shorter. With "block" each
-of the first `num_layers` logical layers is one. These count the layers of the trunk; with both methods the layers of
-each depth of multi-token prediction, without its head, are a segment. With "selective" each run of a module that a glob of `modules` matches
+With "uniform" every `num_layers` logical layers of the trunk are a region, a *segment*; the last may be shorter. With
+"block" each of the first `num_layers` is one. With both, the layers of each depth of multi-token prediction, without
+its head, are a segment. With "selective" each run of a module that a glob of `modules` matches
 is one; a glob matches as those of the layers do. Each call of `torch.utils.checkpoint` in the model is one too
 (`OpTag.region`), whatever the config.
 
@@ -48,7 +48,7 @@ def regions(chunk: ChunkGraph, keys: Assignment, config: OverlapConfig) -> list[
     asked = config.recompute
     found: list[Region] = []
     if asked is not None:
-        found = _modules(ops, asked.modules) if asked.method == "selective" else _segments(chunk, joint, ops, keys, asked)
+        found = _modules(ops, asked.modules) if asked.method == "selective" else _segments(chunk, ops, keys, asked)
     calls = _checkpoints(ops)
     _refuse_shared_ops(found, calls)
     rank = {op: i for i, op in enumerate(ops)}
@@ -85,9 +85,8 @@ def _refuse_shared_ops(found: Iterable[Region], calls: Iterable[Region]) -> None
             )
 
 
-def _segments(
-    chunk: ChunkGraph, joint: JointGraph, ops: Iterable[fx.Node], keys: Assignment, asked: Recompute
-) -> list[Region]:
+def _segments(chunk: ChunkGraph, ops: Iterable[fx.Node], keys: Assignment, asked: Recompute) -> list[Region]:
+    assert chunk.joint is not None
     members: dict[int, list[fx.Node]] = {}
     size, most = (1, asked.num_layers) if asked.method == "block" else (asked.num_layers, None)
     # By its first layer.
@@ -103,7 +102,7 @@ def _segments(
             f"OverlapConfig.recompute is {asked!r}, but the model has no logical layers to compute again. Set "
             f"OverlapConfig.layers to the FQN glob of its layers, or name modules with method 'selective'."
         )
-    return [Region(_segment_name(joint, segment), tuple(segment)) for _, segment in sorted(members.items())]
+    return [Region(_segment_name(chunk.joint, segment), tuple(segment)) for _, segment in sorted(members.items())]
 
 
 def _segment_name(joint: JointGraph, ops: Iterable[fx.Node]) -> str:
