@@ -23,6 +23,11 @@ SMALL: dict[str, Any] = {
 }
 
 
+def group_start(symbols: str, start: int, end: int) -> int:
+    """Where the longest group begins that ends at `end` and not before `start`: one layer of each namespace."""
+    return next(i for i in range(start, end) if len({NAMESPACES[symbol] for symbol in symbols[i:end]}) == end - i)
+
+
 def random_pattern(seed: int) -> str:
     """4 to 8 layers, at least one of them a mixture of experts; some of the layers before one are in brackets.
 
@@ -37,11 +42,8 @@ def random_pattern(seed: int) -> str:
     groups, start = [], 0
     for end in range(1, len(symbols) + 1):
         if symbols[end - 1] == "E" or draw.random() < 0.2:
-            begin = end - 1
-            while begin > start and NAMESPACES[symbols[begin - 1]] not in map(NAMESPACES.get, symbols[begin:end]):
-                begin -= 1
             if draw.random() < 0.5:
-                groups.append((begin, end))
+                groups.append((group_start(symbols, start, end), end))
             start = end
     return str(Pattern(symbols, tuple(groups)))
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hybrid_patterns import group_start
 from hypothesis import strategies as st
 from random_blocks import PLAIN, Plain
 from torch import Tensor, nn
@@ -309,12 +310,13 @@ SCALES: dict[str, Any] = {"1": 1.0, "2": 2, "0.5": 0.5, "tensor": torch.tensor(0
 
 
 def pattern_of(blocks: Sequence[str], seed: int) -> str:
-    """A pattern that fits the blocks, with brackets up to each exchange for every other seed."""
+    """A pattern that fits the blocks, with brackets at each exchange, as long as may be, for every other seed."""
     symbols = "".join("E" if kind in EXCHANGES else "*" if kind == "attention" else "-" for kind in blocks)
     if seed % 2:
         return symbols
     parts = symbols.replace("E", "E|").strip("|").split("|")
-    return "".join(f"[{part}]" for part in parts)
+    starts = [group_start(part, 0, len(part)) for part in parts]
+    return "".join(f"{part[:start]}[{part[start:]}]" for part, start in zip(parts, starts, strict=True))
 
 
 def config(spec: Spec) -> fxo.OverlapConfig:

@@ -111,6 +111,7 @@ def test_bench_transform(capfd: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (["demo", "--pattern", "[*E"], '"[" without a "]"'),
+        (["demo", "--pattern", "[DE]"], "has sparse latent attention, expected any of * + M G - E"),
         (["demo", "--steps", "0"], "expected at least 1, got 0"),
         (["bench"], "WHAT"),
     ],

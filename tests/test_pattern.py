@@ -172,6 +172,7 @@ def test_what_is_no_string(given: Any) -> None:
 
 def test_symbols_are_those_of_megatron() -> None:
     assert set(SYMBOLS) == set(NAMESPACES) == set("MG*D+-ECHW")
+    assert set(LATENT) == set("+DCHW")
     members = {name: {symbol for symbol in SYMBOLS if NAMESPACES[symbol] == name} for name in NAMESPACES.values()}
     assert members == {"mixer": {*"M"}, "self_attention": {*"G*DCH+W"}, "mlp": {*"-E"}}
 
