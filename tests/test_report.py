@@ -133,9 +133,10 @@ def test_b81_getitem_between_launch_and_wait(group: dist.ProcessGroup) -> None:
     assert len(waits) == 2
 
 
-def test_layers_that_match_nothing_are_a_warning(group: dist.ProcessGroup) -> None:
-    named = fxo.transform(toy("[*E]", group), fxo.OverlapConfig(layers="blocks.*"), example_inputs=batches(1)[0])
-    assert "layers='blocks.*' matches no module" in " ".join(named.report().warnings)
+@pytest.mark.parametrize("field", ["layers", "mtp_layers"])
+def test_layers_that_match_nothing_are_a_warning(field: str, group: dist.ProcessGroup) -> None:
+    named = fxo.transform(toy("[*E]", group), fxo.OverlapConfig(**{field: "blocks.*"}), example_inputs=batches(1)[0])
+    assert f"OverlapConfig.{field}='blocks.*' matches no module" in " ".join(named.report().warnings)
     default = fxo.transform(toy("[*E]", group), example_inputs=batches(1)[0])
     assert "matches no module" not in " ".join(default.report().warnings)
 
