@@ -4,17 +4,17 @@ In:  ChunkGraph after `cut`, where all that follows the layers of the trunk and 
 Out: the same graph; what is of the head of one depth (its norm, head and loss, and their backward) is in the depth's
      node `mtp_post`, and gradients are merged where they are read. A chunk without depths is not changed.
 
-The heads of a forward are told apart by the depth that they need values of. What needs those of several depths, or of
-the trunk, stays in `post_process`: the main head, and the sum of the losses. An op of the backward is of the head whose
-saved values it reads. What the backwards of several heads meet in, such as the sum of the gradients of a shared weight,
-belongs to the one that runs last: `post_process` runs first, then the last depth. Nothing is added in another order
-than in the trace, which is that of eager's autograd.
+A forward runs the main head, which stays in `post_process`, behind the trunk, and each depth's head behind its layers; a
+backward runs the main head first, then that of the last depth. An op is of the head that it needs values of: of those of
+several, the last to run. So the sum of the losses is in the `mtp_post` of the last depth, and the sum of the gradients
+of a weight that all heads share in that of the first. Nothing is added in another order than in the trace, which is
+that of eager's autograd.
 
-The gradient of what the depths begin from, the hidden state that the trunk or the depth before has made, is whole when
-the backwards of its own head and of the next depth are done. The ops that make it so go to the node that reads the
+The gradient of what a depth begins from, the hidden state that the trunk or the depth before has made, is whole when
+the backwards of the depth and of the head beside it are done. The ops that make it so go to the node that reads the
 whole: so the backward of a depth does not wait for the head of what it begins from.
 
-Draws and other effects stay in `post_process`, in the order of the trace, together with what needs them.
+Draws and other effects behind all layers run last, in the order of the trace.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fxoverlap.passes import op_facts
 from fxoverlap.passes.cut import Assignment, Key, assignment, join_results, remake_views, with_nodes
 from fxoverlap.passes.place import of_batch
 
-MAIN = 1 << 30
-"""The number of the main head among those of the depths: the last in the forward, the first in the backward."""
+MAIN = -1
+"""The number of the main head among those of the depths."""
 
 
 def mtp(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
@@ -70,49 +70,55 @@ class _Heads:
         self._forward, self._backward = (
             [op for op in ops if keys[op] == (None, Slot.POST_PROCESS, phase)] for phase in (Phase.F, Phase.B)
         )
-        self._needed: dict[fx.Node, int] = {}  # by what an op needs; F
+        self._saved: Mapping[fx.Node, int] = {}  # of F ops
+        self._count = len(chunk.depths)
 
     def of_forward(self) -> dict[fx.Node, int]:
-        """The heads of F ops. What all can have is of the first head that reads it."""
-        for op in self._forward:
-            needed = self._heads_of_inputs(op, self._needed)
-            if op_facts.keeps_order(op) or len(needed) > 1:
-                self._needed[op] = MAIN
-            elif needed:
-                self._needed[op] = needed.pop()
-        head = dict(self._needed)
-        for op in reversed(self._forward):
-            if op not in head:
-                head[op] = min((head[user] for user in op.users if user in head), default=MAIN)
-        return head
+        """The heads of F ops."""
+        order = [MAIN, *range(self._count)]
+        self._saved = self._by_inputs(self._forward, order, of_effects=order[-1])
+        return self._by_readers(self._forward, order, self._saved)
 
     def of_backward(self) -> dict[fx.Node, int]:
-        """The heads of B ops: the last to run of those that an op needs, but none behind its readers."""
+        """The heads of B ops."""
+        order = [MAIN, *reversed(range(self._count))]
+        return self._by_readers(self._backward, order, self._by_inputs(self._backward, order, of_effects=MAIN))
+
+    def _by_inputs(self, ops: Sequence[fx.Node], order: Sequence[int], of_effects: int) -> dict[fx.Node, int]:
+        """The last head, in the order in which they run, of those that an op needs; none for what any head may have."""
         head: dict[fx.Node, int] = {}
-        for op in self._backward:
+        for op in ops:
             needed = self._heads_of_inputs(op, head)
             if op_facts.keeps_order(op):
-                head[op] = MAIN
+                head[op] = of_effects
             elif needed:
-                head[op] = min(needed)
-        for op in reversed(self._backward):
-            readers = [each for user in op.users if (each := self._first_to_have_run(user, head)) is not None]
-            own = [head[op]] if op in head else []
-            head[op] = max([*own, *readers], default=MAIN)
+                head[op] = max(needed, key=order.index)
+        return head
+
+    def _by_readers(
+        self, ops: Sequence[fx.Node], order: Sequence[int], by_inputs: Mapping[fx.Node, int]
+    ) -> dict[fx.Node, int]:
+        """The heads by inputs, but none behind its readers; what any may have is of the first that reads it."""
+        head: dict[fx.Node, int] = {}
+        for op in reversed(ops):
+            readers = [each for user in op.users if (each := self._head_of_reader(user, head)) is not None]
+            own = [by_inputs[op]] if op in by_inputs else []
+            head[op] = min([*own, *readers], key=order.index, default=MAIN)
         return head
 
     def _heads_of_inputs(self, op: fx.Node, head: dict[fx.Node, int]) -> set[int]:
         """The heads whose values an op reads."""
         found: set[int] = set()
         for source in op.all_input_nodes:
-            if source in head or source in self._needed:
-                found.add(head.get(source, self._needed.get(source, MAIN)))
+            known = head.get(source, self._saved.get(source))
+            if known is not None:
+                found.add(known)
             elif source in self._keys and source not in self._common and self._keys[source][0] is not None:
                 found.add(self._depth.get(self._keys[source][0], MAIN))
         return found
 
-    def _first_to_have_run(self, user: fx.Node, head: dict[fx.Node, int]) -> int | None:
-        """The head whose backward the reader is in, or follows; None if it follows all."""
+    def _head_of_reader(self, user: fx.Node, head: Mapping[fx.Node, int]) -> int | None:
+        """The head that the reader is of, or in the backward the one that its layers follow; None if they follow all."""
         if user in head:
             return head[user]
         return self._depth.get(self._keys[user][0]) if user in self._keys else None
@@ -123,13 +129,14 @@ def _head_key(chunk: ChunkGraph, head: int, phase: Phase) -> Key:
 
 
 def _order(chunk: ChunkGraph) -> list[Key]:
-    """The nodes with those of the heads: in F behind the last layer of their depth, in B in front of it."""
-    order = [(node.layer, node.slot, node.phase) for node in chunk.nodes]
-    for head, (_, end) in enumerate(chunk.depths):
-        of_last = {
-            phase: [i for i, key in enumerate(order) if key[0] == end - 1 and key[2] is phase] for phase in Phase
-        }
-        order.insert(min(of_last[Phase.B], default=len(order)), _head_key(chunk, head, Phase.B))
+    """The nodes with those of the heads: in F behind the layers, in B in front of them."""
+    main = _head_key(chunk, MAIN, Phase.F)
+    order = [key for node in chunk.nodes if (key := (node.layer, node.slot, node.phase)) != main]
+    for head in (MAIN, *range(len(chunk.depths))):
+        last = chunk.depths[head][1] - 1 if head != MAIN else chunk.depths[0][0] - 1
+        of_last = {phase: [i for i, key in enumerate(order) if (key[0], key[2]) == (last, phase)] for phase in Phase}
+        if head != MAIN:
+            order.insert(min(of_last[Phase.B], default=len(order)), _head_key(chunk, head, Phase.B))
         order.insert(max(of_last[Phase.F], default=-1) + 1, _head_key(chunk, head, Phase.F))
     return order
 

@@ -96,7 +96,8 @@ def _at_gate(node: fx.Node, earliest: int, gate: int, chain: Chain) -> int:
 def _behind_layers(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
     """F ops outside the layers that need a result of the last one, and that no layer needs: final norm, head, loss.
 
-    A depth of multi-token prediction has a last layer of its own.
+    A depth of multi-token prediction has a last layer of its own. A head that draws before a later layer does is not
+    among them: draws keep their order.
     """
     physical = joint.physical
     last = {i for i, layer in enumerate(physical) if i + 1 == len(physical) or physical[i + 1].depth != layer.depth}
@@ -104,7 +105,10 @@ def _behind_layers(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
     behind = op_facts.descendants({node for node in nodes if op_facts.tag(node).layer in last}, own)
     found = {node for node in behind if op_facts.tag(node).layer is None}
     inside = [source for node in nodes if op_facts.tag(node).layer is not None for source in node.all_input_nodes]
-    return found - op_facts.ancestors(inside, found)
+    acting = [node for node in nodes if op_facts.keeps_order(node)]
+    while acting and op_facts.tag(acting[-1]).layer is None:
+        acting.pop()
+    return found - op_facts.ancestors([*inside, *acting], found)
 
 
 def _before_layers(joint: JointGraph, forward: Placement) -> set[tuple[str, ...]]:

@@ -256,7 +256,9 @@ def _warnings(
     if config.layers != OverlapConfig().layers and not physical:
         warnings.append(f"OverlapConfig.layers={config.layers!r} matches no module, so no layer has edges of its own.")
     if config.mtp_layers != OverlapConfig().mtp_layers and all(layer.depth is None for layer in physical):
-        warnings.append(f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches no module, so there are no MTP depths.")
+        warnings.append(
+            f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches no module, so there are no MTP depths."
+        )
     if config.delay_wgrad and has_weights and count_moved(plan.order) == 0:
         warnings.append("delay_wgrad=True, but the schedule moved no W node: all run right behind their B node.")
     if config.ramp == "pair" and alone is not None:
