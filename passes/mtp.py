@@ -4,11 +4,11 @@ In:  ChunkGraph after `cut`, where all that follows the layers of the trunk and 
 Out: the same graph; what is of the head of one depth (its norm, head and loss, and their backward) is in the depth's
      node `mtp_post`, and gradients are merged where they are read. A chunk without depths is not changed.
 
-A forward runs the main head, which stays in `post_process`, behind the trunk, and each depth's head behind its layers; a
-backward runs the main head first, then that of the last depth. An op is of the head that it needs values of: of those of
-several, the last to run. So the sum of the losses is in the `mtp_post` of the last depth, and the sum of the gradients
-of a weight that all heads share in that of the first. Nothing is added in another order than in the trace, which is
-that of eager's autograd.
+A forward runs the main head, which stays in `post_process`, behind the trunk, and each depth's head behind its layers;
+a backward runs the main head first, then that of the last depth. An op is of the head that it needs values of: of
+several heads, the last to run. So the sum of the losses is in the `mtp_post` of the last depth, and the sum of the
+gradients of a weight that all heads share in that of the first. Nothing is added in another order than in the trace,
+which is that of eager's autograd.
 
 The gradient of what a depth begins from, the hidden state that the trunk or the depth before has made, is whole when
 the backwards of the depth and of the head beside it are done. The ops that make it so go to the node that reads the
@@ -118,7 +118,7 @@ class _Heads:
         return found
 
     def _head_of_reader(self, user: fx.Node, head: Mapping[fx.Node, int]) -> int | None:
-        """The head that the reader is of, or in the backward the one that its layers follow; None if they follow all."""
+        """The head that the reader is of, or in the backward the one that its layers follow; None if that is all."""
         if user in head:
             return head[user]
         return self._depth.get(self._keys[user][0]) if user in self._keys else None
