@@ -6,11 +6,13 @@ Out: the same graph with R nodes. What B and W read of a region is a copy that R
 
 Why behind `cut` and `wgrad`: a replay repeats nodes that are cut already, and only then it is known what they read.
 
-What a region keeps: results that are read outside it (its own output is one), numbers (split sizes are), token counts
-and the tensors that hold split sizes, what was copied to the host, results of ops with effects other than draws and
-exchanges (other collectives, writes), and what `Recompute.keep` and the policies of selective checkpoints
-(`OpTag.keep`) name. What it reads from outside is kept too. Everything else between those and what B and W read is
-computed again: nothing else is.
+What a region keeps: results that another region or the backward of another layer reads, and the ends of the graph;
+numbers (split sizes are), token counts and the tensors that hold split sizes, what was copied to the host, results of
+ops with effects other than draws and exchanges (other collectives, writes), and what `Recompute.keep` and the policies
+of selective checkpoints (`OpTag.keep`) name. What it reads from outside is kept too. Everything else between those and
+what B and W read is computed again: nothing else is. So a result that the rest of the layer reads too is not kept for
+its backward, which reads the copy: output-discarding checkpointing, as Megatron-Core does it for norms, activation
+functions and up-projections (arXiv 2603.07685).
 
 Draws: F takes a snapshot of the generator in front of the draw, R draws with it and leaves the generator as it was.
 Where only the shape of an input matters, as for a dropout's mask, R makes an empty tensor instead of that input.
@@ -61,7 +63,7 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     if not found:
         return chunk
     keep = config.recompute.keep if config.recompute is not None else ()
-    replay = _Replay(chunk.joint, keys, keep)
+    replay = _Replay(chunk.joint, keys, keep, found)
     for region in found:
         replay.add(region)
     joint = replace(chunk.joint, exchanges=(*chunk.joint.exchanges, *replay.exchanges()))
@@ -80,9 +82,10 @@ recompute.stage = "chunk"  # type: ignore[attr-defined]
 class _Replay:
     """Copies ops of regions to the front of the backward, and lets the backward read the copies."""
 
-    def __init__(self, joint: JointGraph, keys: Assignment, keep: Sequence[str]) -> None:
+    def __init__(self, joint: JointGraph, keys: Assignment, keep: Sequence[str], found: Sequence[Region]) -> None:
         self._joint, self._keys, self._graph = joint, keys, joint.module.graph
         self._kept = _kept(joint, keep)
+        self._in_a_region = {op for region in found for op in region.ops}
         self._ends = {joint.loss, *joint.outputs, *(value for value, _ in (*joint.mutations, *joint.gradients))}
         # Not in front of the first op of the backward: views that it reads stand among those of the forward.
         self._front = max(op for op in op_facts.ops(self._graph) if keys[op][2] is Phase.F).next
@@ -153,11 +156,17 @@ class _Replay:
             return True
         if op_facts.is_wait(op) and op_facts.storage_root(op) not in members:
             return True  # what was launched outside cannot be launched again
-        return any(
-            user not in members if self._keys[user][2] is Phase.F else not self._is_backward(user, depths)
-            for user in op.users
-            if user in self._keys
-        )
+        return any(self._keeps(user, members, depths) for user in op.users if user in self._keys)
+
+    def _keeps(self, user: fx.Node, members: set[fx.Node], depths: set[float]) -> bool:
+        """Whether a reader of a result of a region makes the region keep it."""
+        if self._keys[user][2] is not Phase.F:
+            return not self._is_backward(user, depths)
+        if user in self._in_a_region:
+            return user not in members  # that region's replay starts from it
+        # A view outside of regions is no reader itself.
+        is_view = op_facts.view_base(user) is not None
+        return is_view and any(self._keeps(each, members, depths) for each in user.users if each in self._keys)
 
     def _needed_inputs(self, op: fx.Node, replayable: set[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]:
         """What a copy of an op needs; not what it reads the shape of only, if that can be made from numbers."""

@@ -7,7 +7,8 @@ With "uniform" every `num_layers` logical layers of the trunk are a region, a *s
 "block" each of the first `num_layers` is one. With both, the layers of each depth of multi-token prediction, without
 its head, are a segment. With "selective" each run of a module that a glob of `modules` matches
 is one; a glob matches as those of the layers do. Each call of `torch.utils.checkpoint` in the model is one too
-(`OpTag.region`), whatever the config.
+(`OpTag.region`), whatever the config. A region takes in what others view and split off of its results where it makes
+them, but no view that nothing in it reads: `cut` makes those where they are read.
 
 Raises UnsupportedError: there are no logical layers; a glob matches nothing that runs; regions overlap.
 """
@@ -52,8 +53,31 @@ def regions(chunk: ChunkGraph, keys: Assignment, config: OverlapConfig) -> list[
     calls = _checkpoints(ops)
     _refuse_shared_ops(found, calls)
     rank = {op: i for i, op in enumerate(ops)}
-    computing = [Region(each.name, own) for each in (*found, *calls) if (own := _without_views_of_results(each.ops))]
+    taken = {op for region in (*found, *calls) for op in region.ops}
+    computing = []
+    for region in (*found, *calls):
+        parts = _views_of(region.ops, keys, taken)
+        own = _without_views_of_results(sorted((*region.ops, *parts), key=rank.__getitem__))
+        if own:
+            computing.append(Region(region.name, own))
     return sorted(computing, key=lambda region: rank[region.ops[0]])
+
+
+def _views_of(ops: Sequence[fx.Node], keys: Assignment, taken: set[fx.Node]) -> list[fx.Node]:
+    """The views of a region's results, parts of them too, that the same schedule nodes make outside of all regions.
+
+    What is split off a result outside of the region would keep all of it.
+    """
+    found: list[fx.Node] = []
+    bases = list(ops)
+    while bases:
+        base = bases.pop()
+        for user in base.users:
+            is_view = op_facts.view_base(user) is not None and user.args[0] is base and not op_facts.is_wait(user)
+            if is_view and keys[user] == keys[base] and user not in taken:
+                found.append(user)
+                bases.append(user)
+    return found
 
 
 def _without_views_of_results(ops: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

@@ -63,6 +63,16 @@ pre_process: aten.embedding.default""",
     )
 
 
+def test_selective_norms_leave_nothing_of_theirs(group: dist.ProcessGroup) -> None:
+    """What a norm multiplies and its result, which projections, router and experts read, in F and in W."""
+    norms = meaning(chunk(Recompute("selective", modules=("layers.*.norm",)), group, "[*E]"))
+    gone = meaning(chunk_of(toy("[*E]", group), batches(1)[0]))
+    for each in norms:
+        gone.remove(each)
+    norm = ["L0.pre_dispatch: aten.mul.Tensor"] * 2 + ["L0.pre_dispatch: aten.rsqrt.default"]
+    assert gone == sorted(norm * 2)
+
+
 def test_dropout_adds_the_state_of_the_generator_and_nothing_else(group: dist.ProcessGroup) -> None:
     plain, with_draws = (chunk(Recompute("uniform"), group, "[*E]", dropout=dropout) for dropout in (0.0, 0.1))
     added = meaning(with_draws)
