@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from pairwise import pairwise_rows
 from toys import batches, toy, train_both
 
 import fxoverlap as fxo
@@ -34,20 +35,6 @@ def flags(group: dist.ProcessGroup) -> dict[str, tuple[Any, ...]]:
         "memory_budget": (None, 1 << 30),
         "recompute": (None, fxo.Recompute("uniform")),
     }
-
-
-def pairwise_rows(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Rows in which every pair of values of two flags occurs, chosen one by one for the most pairs that are new."""
-    places = list(itertools.combinations(range(len(choices)), 2))
-    every = itertools.product(*(range(len(values)) for values in choices.values()))
-    pairs = {row: {(i, row[i], j, row[j]) for i, j in places} for row in every}
-    missing = set().union(*pairs.values())
-    rows = []
-    while missing:
-        best = max(pairs, key=lambda row: len(pairs[row] & missing))
-        missing -= pairs[best]
-        rows.append({name: values[i] for (name, values), i in zip(choices.items(), best, strict=True)})
-    return rows
 
 
 def check(group: dist.ProcessGroup, config: dict[str, Any]) -> None:
