@@ -172,10 +172,11 @@ def _free(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
 
 
 def of_batch(nodes: list[fx.Node]) -> set[fx.Node]:
-    """F ops that need nothing but parameters, buffers and batch: embeddings too."""
+    """F ops outside the layers that need nothing but parameters, buffers and batch: embeddings too."""
     own, found = set(nodes), set()
     for node in nodes:
-        if not op_facts.has_effect(node) and all(source in found for source in node.all_input_nodes if source in own):
+        is_outside = op_facts.tag(node).layer is None and not op_facts.has_effect(node)
+        if is_outside and all(source in found for source in node.all_input_nodes if source in own):
             found.add(node)
     return found
 
