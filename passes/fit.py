@@ -53,8 +53,9 @@ def physical_layers(
     trunk = parts.pop(0) if runs and runs[0].depth is None else []
     patterns: list[Pattern | None] = [None] * (1 + len(parts))
     if pattern is not None:
+        # First, as layers of depths that mtp_layers does not match look like layers of the trunk.
+        parts = _fit_depths(pattern, parts, runs, config)
         _check_number(pattern, len(pattern.symbols), [fqns[i] for i in trunk], "layers", config)
-        parts = _fit_depths(pattern, parts, fqns, config)
         patterns = [pattern, *[pattern.mtp] * len(parts)]
     with_exchange = {each.layer for each in exchanges}
     found: list[PhysicalLayer] = []
@@ -72,19 +73,21 @@ def physical_layers(
 
 
 def _fit_depths(
-    pattern: Pattern, parts: Sequence[list[int]], fqns: Sequence[str], config: OverlapConfig
+    pattern: Pattern, parts: Sequence[list[int]], runs: Sequence[Run], config: OverlapConfig
 ) -> list[list[int]]:
     """The layers of each depth of a pattern; the parts are what the globs make the depths."""
+    fqns = [run.layer.fqn for run in runs]
     flat = [i for part in parts for i in part]
     size = 0 if pattern.mtp is None else len(pattern.mtp.symbols)
     _check_number(pattern, size * pattern.depths, [fqns[i] for i in flat], "mtp_layers", config)
     depths = [flat[start : start + size] for start in range(0, len(flat), size or 1)]
     for part in parts:
-        # One that is a single layer may be matched layer by layer.
-        if len(part) > 1 and part not in depths:
+        # What a glob matches may be a layer, but a depth that holds layers is a depth.
+        if part not in depths and any(runs[i].layer != runs[i].depth for i in part):
             raise UnsupportedError(
                 f"The pattern '{pattern}' has {size} layers in each MTP part, but a depth of the model has "
-                f"{len(part)}: {', '.join(fqns[i] for i in part)}. Write one symbol for each layer of a depth."
+                f"{len(part)}: {', '.join(fqns[i] for i in part)}. Write one symbol for each layer of a depth, and as "
+                f"many parts, each after a '/', as there are depths."
             )
     return depths
 
