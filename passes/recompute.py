@@ -269,7 +269,7 @@ def _numbers(graph: fx.Graph) -> dict[str, fx.Node]:
 def _kept(joint: JointGraph, keep: Sequence[str]) -> set[fx.Node]:
     """The F ops whose results are kept in any region."""
     by_name = {node.name: node for node in joint.module.graph.nodes}
-    kept: set[fx.Node] = set()
+    kept = {op for slot in keep for op in _results(joint, slot)}
     again: set[fx.Node] = set()
     for exchange in joint.exchanges:
         if exchange.phase is not Phase.F:
@@ -278,10 +278,8 @@ def _kept(joint: JointGraph, keep: Sequence[str]) -> set[fx.Node]:
         again.update(launches, waits)
         for launch in launches:
             fx.node.map_arg(launch.args[1:], kept.add)
-        if exchange.role is Role.COUNTS or exchange.role.value in keep:
+        if exchange.role is Role.COUNTS:
             kept.update(waits)
-        if exchange.role is Role.COMBINE and Slot.EXPERTS.value in keep:
-            kept.update(source for launch in launches for source in launch.all_input_nodes[:1])
     for op in op_facts.ops(joint.module.graph):
         has_effect = op_facts.has_effect(op) and not op_facts.is_random(op) and op not in again
         is_number = not isinstance(op.meta.get("val"), (torch.Tensor, tuple, list))
@@ -289,6 +287,31 @@ def _kept(joint: JointGraph, keep: Sequence[str]) -> set[fx.Node]:
             kept.add(op)
             kept.update(part for part in op.users if part.target is operator.getitem)
     return kept
+
+
+def _results(joint: JointGraph, slot: str) -> set[fx.Node]:
+    """The F ops whose results `Recompute.keep` names by a slot: what an exchange brought, or what a combine sends."""
+    role = Role.COMBINE if slot == Slot.EXPERTS.value else Role(slot)
+    exchanges = [each for each in joint.exchanges if each.phase is Phase.F and each.role is role]
+    by_name = {node.name: node for node in joint.module.graph.nodes}
+    if slot == Slot.EXPERTS.value:
+        launches = [by_name[name] for each in exchanges for name in each.launches]
+        return {source for launch in launches for source in launch.all_input_nodes[:1]}
+    return {by_name[name] for each in exchanges for name in each.waits}
+
+
+def idle_keeps(chunk: ChunkGraph, config: OverlapConfig) -> list[str]:
+    """The slots of `Recompute.keep` by which no region keeps anything for the backward. `chunk` is that of the pass."""
+    if chunk.joint is None or config.recompute is None:
+        return []
+    by_name = {node.name: node for node in chunk.joint.module.graph.nodes}
+    saved = {op_facts.storage_root(by_name[v]) for node in chunk.nodes if node.phase is not Phase.F for v in node.reads}
+    kept = {op for region in regions(chunk.joint, assignment(chunk), config) for op in region.ops}
+    return [
+        slot
+        for slot in config.recompute.keep
+        if saved.isdisjoint(op_facts.storage_root(op) for op in _results(chunk.joint, slot) & kept)
+    ]
 
 
 def _is_host_read(op: fx.Node) -> bool:

@@ -134,6 +134,28 @@ def test_keep_saves_what_an_exchange_brought(group: dist.ProcessGroup, keep: str
         assert ops_of(made)[combine.launches[0]].args[0].name in saved(made) or launches(made)["R", "combine"] == 0
 
 
+WARNED: list[tuple[str, fxo.Recompute, tuple[str, ...]]] = [
+    ("toy", Recompute("uniform", keep=("dispatch", "combine")), ()),
+    ("toy", Recompute("uniform", keep=("experts",)), ()),  # it is sent again
+    ("toy", Recompute("uniform", keep=("experts", "combine")), ("experts",)),
+    ("raw", Recompute("uniform", keep=("combine", "dispatch")), ("combine",)),  # rows that are only added up
+    # What a dispatch brought is read by weight gradients, as it is without recompute.
+    ("raw", Recompute("selective", modules=("layers.*.norm",), keep=("dispatch", "combine")), ("dispatch", "combine")),
+]
+
+
+@pytest.mark.parametrize(("model", "asked", "idle"), WARNED)
+def test_slots_that_keep_nothing_are_reported(
+    group: dist.ProcessGroup, model: str, asked: fxo.Recompute, idle: tuple[str, ...]
+) -> None:
+    made = RawModel(group) if model == "raw" else toy("*E", group)
+    config = fxo.OverlapConfig(recompute=asked, schedule="sequential")
+    found = [
+        each for each in fxo.transform(made, config, example_inputs=batches(1)[0]).report().warnings if "keep" in each
+    ]
+    assert [each.split(", which")[0] for each in found] == [f"Recompute.keep names {', '.join(idle)}"] * bool(idle)
+
+
 # --- waits and reads of the host -----------------------------------------------------------------------------------
 
 

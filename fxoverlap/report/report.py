@@ -8,6 +8,7 @@ from typing import Any
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, Phase, Plan, Round
+from fxoverlap.passes.recompute import idle_keeps
 from fxoverlap.pipeline import PassRecord
 from fxoverlap.report.measured import figures, node_times
 from fxoverlap.report.predicted import of_plan, of_profiled, of_step
@@ -272,6 +273,11 @@ def _warnings(
         )
     if config.recompute is not None and not any(node.phase is Phase.R for node in chunk.nodes):
         warnings.append("recompute has no effect: the backward reads nothing that could be computed again.")
+    elif idle := idle_keeps(chunk, config):
+        warnings.append(
+            f"Recompute.keep names {', '.join(idle)}, which has no effect: no region holds an exchange whose result a "
+            f"replay would need from there."
+        )
     if not any(node.lane is Lane.COMM for node in chunk.nodes):
         warnings.append("No exchange was found in the model, so there is no communication to hide.")
     return tuple(warnings)
