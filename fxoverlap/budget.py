@@ -117,6 +117,6 @@ class Budget:
         return ConfigError(
             f"OverlapConfig.memory_budget is {config.memory_budget} bytes, but the least peak of a step over {many} "
             f"is {least} bytes on the rank that needs most, with exchanges that bring {config.imbalance:g} times the "
-            f"balanced number of rows. Set a budget of at least that, {search}recompute more, or make microbatches "
-            f"smaller."
+            f"balanced number of rows. That is beside parameters, buffers and microbatches; gradients that the step "
+            f"makes count. Set a budget of at least that, {search}recompute more, or make microbatches smaller."
         )

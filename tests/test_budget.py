@@ -149,7 +149,7 @@ def test_the_error_names_the_least_peak_and_that_budget_works(captured: Any, pea
     overlapped = limit(captured, least - 1)
     words = (
         f"memory_budget is {least - 1} bytes, but the least peak of a step over 4 microbatches is {least} bytes .* "
-        f"1.25 times the balanced number of rows. Set a budget of at least that, recompute more, or"
+        f"1.25 times the balanced number of rows. That is beside parameters, .* Set a budget of at least that, rec"
     )
     for _ in range(2):
         with pytest.raises(fxo.ConfigError, match=words):
