@@ -67,13 +67,14 @@ class Sizes:
 
     def flops(self, node: fx.Node) -> int:
         """Floating point operations by torch's flop formulas; 0 for ops without one (elementwise, views)."""
-        formula = flop_registry.get(_packet(node))
+        target, given, value = _ran(node)
+        formula = flop_registry.get(getattr(target, "overloadpacket", None))
         if formula is None:
             return 0
-        args = fx.node.map_arg(node.args, self._on_meta)
+        args = fx.node.map_arg(given, self._on_meta)
         kwargs = fx.node.map_arg(node.kwargs, self._on_meta)
         try:
-            return int(formula(*args, **kwargs, out_val=self._on_meta(node)))
+            return int(formula(*args, **kwargs, out_val=self._meta(value)))
         except AssertionError:
             # Symbols that are tied to one another by the data have numbers that do not fit together. For a matrix
             # product of sizes that do fit, this is the formula.
@@ -84,19 +85,24 @@ class Sizes:
         return math.prod(self.shape(value)) if isinstance(value, torch.Tensor) else 1
 
     def _on_meta(self, node: fx.Node) -> Any:
-        value = node.meta.get("val")
+        return self._meta(node.meta.get("val"))
+
+    def _meta(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.empty(self.shape(value), dtype=value.dtype, device="meta")
         if isinstance(value, (tuple, list)):
-            return tuple(
-                torch.empty(self.shape(v), dtype=v.dtype, device="meta") if isinstance(v, torch.Tensor) else v
-                for v in value
-            )
+            return tuple(self._meta(each) for each in value)
         return compat.size_hint(value, self._hints) if isinstance(value, torch.SymInt) else value
 
 
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
+def _ran(node: fx.Node) -> tuple[Any, tuple[Any, ...], Any]:
+    """What a node runs, its arguments, its result; of a draw that is repeated, or that will be, the op inside."""
+    value = node.meta.get("val")
+    if node.target is compat.DRAW_AND_SNAPSHOT:
+        return node.args[0], node.args[1:], value[1]  # type: ignore[index]
+    if node.target is compat.DRAW_AGAIN:
+        return node.args[1], node.args[2:], value
+    return node.target, node.args, value
 
 
 def rows(joint: JointGraph, factor: float = 1.0) -> Rows:

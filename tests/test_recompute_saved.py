@@ -18,9 +18,11 @@ import fxoverlap as fxo
 from fxoverlap import compat
 from fxoverlap.ir import ChunkGraph, JointGraph, Phase, Role
 from fxoverlap.passes import op_facts
+from fxoverlap.passes.sizes import Sizes
 from fxoverlap.pipeline import default_passes
 
 Recompute = fxo.Recompute
+aten = torch.ops.aten
 
 
 def chunk(recompute: fxo.Recompute, group: dist.ProcessGroup, pattern: str, **changes: Any) -> ChunkGraph:
@@ -245,3 +247,20 @@ def test_no_exchange_is_repeated_for_the_shape_of_a_mask(group: dist.ProcessGrou
     model.layers[0] = Drawn(group, DRAWS[draw])
     made = chunk_of(model, batches(1)[0], recompute=Recompute("uniform"))
     assert launches(made)["R", "combine"] == 0 and launches(made)["R", "dispatch"] == 1
+
+
+def test_a_draw_counts_the_operations_of_the_op_inside() -> None:
+    """Attention that drops something is one op, with a formula, on a device that has a kernel for it."""
+    graph, op = torch.fx.Graph(), torch.ops.aten._scaled_dot_product_flash_attention.default
+    state, *inputs = map(graph.placeholder, ("state", "q", "k", "v"))
+    calls = [(op, (*inputs, 0.3)), (compat.DRAW_AND_SNAPSHOT, (op, *inputs, 0.3))]
+    calls += [
+        (compat.DRAW_AGAIN, (state, op, *inputs, 0.3)),
+        (compat.DRAW_AGAIN, (state, aten.bernoulli.p, inputs[0], 0.3)),
+    ]
+    made = [graph.call_function(*call) for call in calls]
+    for each in (*inputs, *made):
+        each.meta["val"] = torch.empty(1, 2, 8, 4, device="meta")
+    made[1].meta["val"] = (torch.empty(16, dtype=torch.uint8), made[1].meta["val"])
+    sizes = Sizes(JointGraph(torch.fx.GraphModule(torch.nn.Module(), graph), (), "", (), (), ()))
+    assert [sizes.flops(each) for each in made] == [2 * 2 * 2 * 8 * 8 * 4] * 3 + [0]
