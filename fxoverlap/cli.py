@@ -130,7 +130,8 @@ def _add_pattern(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _add_recompute(parser: argparse.ArgumentParser) -> None:
-    about = "what the backward computes again: uniform[:LAYERS], block[:LAYERS] or selective:GLOB[,GLOB]"
+    about = "what the backward computes again: uniform[:LAYERS], block[:LAYERS] or selective:GLOB[,GLOB]; behind it "
+    about += ":keep=SLOT[,SLOT] for what is saved of that: dispatch, experts, combine"
     parser.add_argument("--recompute", type=_recompute, metavar="METHOD:WHAT", help=about)
 
 
@@ -182,12 +183,14 @@ def _pattern(text: str) -> str:
 
 
 def _recompute(text: str) -> fxo.Recompute:
-    """Read a recompute method and its number of layers, or its modules."""
-    method, _, what = text.partition(":")
+    """Read a recompute method, its number of layers or its modules, and the slots to keep."""
+    asked, _, slots = text.partition(":keep=")
+    method, _, what = asked.partition(":")
+    keep = tuple(filter(None, slots.split(",")))
     try:
         if method == "selective":
-            return fxo.Recompute(method, modules=tuple(filter(None, what.split(","))))
-        return fxo.Recompute(method, num_layers=int(what or 1))
+            return fxo.Recompute(method, modules=tuple(filter(None, what.split(","))), keep=keep)
+        return fxo.Recompute(method, num_layers=int(what or 1), keep=keep)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected such as uniform:1, got {text!r}: {error}") from error
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxoverlap import cli, launch
+from fxoverlap import Recompute, cli, launch
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--pattern", "[*E]", "--tokens", "16", "--repeats", "1"]
@@ -48,6 +48,31 @@ def test_explain(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     printed = capfd.readouterr().out
     assert "experts.B" in printed and "dispatch.F" in printed
     assert json.loads(path.read_text())["golden"] in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("uniform", Recompute("uniform")),
+        ("block:2", Recompute("block", 2)),
+        ("selective:layers.*.norm,act", Recompute("selective", modules=("layers.*.norm", "act"))),
+        ("uniform:keep=dispatch", Recompute("uniform", keep=("dispatch",))),
+        ("uniform:2:keep=dispatch,combine", Recompute("uniform", 2, keep=("dispatch", "combine"))),
+        ("selective:layers.1:keep=combine", Recompute("selective", modules=("layers.1",), keep=("combine",))),
+    ],
+)
+def test_recompute_as_it_is_typed(text: str, asked: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(cli, "_explain", lambda options: given.append(options.recompute) or {})
+    assert cli.main(["explain", "--recompute", text]) == 0
+    assert given == [asked]
+
+
+@pytest.mark.parametrize("text", ["whole", "uniform:x", "uniform:1:keep=counts", "selective"])
+def test_recompute_that_is_wrong_is_wrong_usage(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["explain", "--recompute", text])
+    assert "expected such as uniform:1" in capfd.readouterr().err
 
 
 def test_paths_are_looked_at_before_the_work(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
