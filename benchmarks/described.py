@@ -8,9 +8,8 @@ A node's time is the sum of its operators' rooflines, so that norms and permutat
 beside matrix products. Tokens are taken to spread evenly over the experts: as many come to a rank as leave it.
 
 What is kept for the backward: the input of every matrix product, queries, keys, values and result of attention, what
-comes back from the experts (it is multiplied by the router's weights), and the logits. With `recompute` it is each
-layer's input and its routing, and R nodes make the rest again before the B of their layer; token counts are not
-exchanged again.
+comes back from the experts (it is multiplied by the router's weights), and the logits. Of a layer that is replayed it
+is its input and its routing, and R nodes make the rest again before its B; token counts are not exchanged again.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from math import ceil, comb
 
 from fxoverlap.benchmarks.models import Model
 from fxoverlap.benchmarks.operators import Part, Parts
+from fxoverlap.config import Recompute
 from fxoverlap.errors import ConfigError
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, DepthLayer, Lane, NodeCost, Phase, ScheduleNode, Slot
@@ -43,14 +43,15 @@ class Setup:
         seq: tokens of a microbatch on a rank, one sequence.
         layers: MoE layers of a pipeline stage in the middle, which has no embedding, head, and MTP depths; None for the
             whole model.
-        recompute: whether each layer's forward is replayed before its backward.
+        recompute: which layers' forward is replayed before their backward, one layer at a time: "uniform" with
+            `num_layers` 1 all of them, "block" the first ones.
         dispatcher: one of `DISPATCHERS`.
     """
 
     ep: int
     seq: int
     layers: int | None = None
-    recompute: bool = False
+    recompute: Recompute | None = None
     dispatcher: str = "alltoall"
 
 
@@ -66,6 +67,12 @@ def described(model: Model, hardware: Hardware, setup: Setup) -> ChunkGraph:
         raise ConfigError(
             f"layers is {setup.layers}; expected 1 to {moe}, the MoE layers of {model.name}, as a stage in the middle "
             f"of the pipeline has no others. Leave it out for the whole model."
+        )
+    asked = setup.recompute
+    if asked is not None and (asked.keep or (asked.method != "block" and asked != Recompute("uniform"))):
+        raise ConfigError(
+            f"recompute is {asked!r}; expected uniform:1 or block:N without slots to keep, as a described model "
+            f"replays whole layers one at a time. Measure others with bench two-hosts."
         )
     is_stage = setup.layers is not None
     is_moe = [True] * (setup.layers or 0) if is_stage else [False] * model.dense_layers + [True] * moe
@@ -87,7 +94,7 @@ def described(model: Model, hardware: Hardware, setup: Setup) -> ChunkGraph:
     for layer, each in reversed(list(enumerate(is_moe))):
         if layer >= trunk:
             chunk.head_backward(layer, Slot.MTP_POST, layer + 1)
-        if setup.recompute:
+        if chunk.is_replayed(layer):
             chunk.layer_forward(layer, each, Phase.R, is_depth=layer >= trunk)
         chunk.layer_backward(layer, each, is_depth=layer >= trunk)
     if not is_stage:
@@ -140,6 +147,11 @@ class _Chunk:
             size: sent_bytes(model, hardware, setup, size) for size in (model.activation_bytes, model.dispatch_bytes)
         }
 
+    def is_replayed(self, layer: int | None) -> bool:
+        """Whether a layer is computed again; None is outside the layers."""
+        asked = self._setup.recompute
+        return asked is not None and layer is not None and (asked.method == "uniform" or layer < asked.num_layers)
+
     def node(
         self,
         layer: int | None,
@@ -178,7 +190,7 @@ class _Chunk:
         parts, is_first = self.parts, phase is Phase.F
         here = (lambda name: f"L{layer}.{name}") if is_first else (lambda name: f"L{layer}.{name}~")
         once = f"L{layer}."
-        keeps = not (is_first and self._setup.recompute)
+        keeps = not (is_first and self.is_replayed(layer))
 
         def kept(slot: Slot, *of: Part) -> dict[str, float]:
             return {here(f"{slot.value}.kept"): sum(part.kept for part in of)} if keeps else {}
@@ -214,7 +226,7 @@ class _Chunk:
     def layer_backward(self, layer: int, is_moe: bool, is_depth: bool) -> None:
         """Add the B and W nodes of a layer."""
         parts, once = self.parts, f"L{layer}."
-        again = "~" if self._setup.recompute else ""
+        again = "~" if self.is_replayed(layer) else ""
         h = once + "h" + again
         arriving = self._gradients.get(layer + 1, [f"dx{layer + 1}"])
         before = self._before(is_moe, is_depth)
@@ -290,7 +302,7 @@ class _Chunk:
     ) -> None:
         """Add the B node of a slot and its W node, which reads what F kept, what B made for it, and the inputs."""
         parts = [parts] if isinstance(parts, Part) else parts
-        is_replayed = self._setup.recompute and slot not in (Slot.POST_PROCESS, Slot.MTP_POST)
+        is_replayed = self.is_replayed(layer) and slot not in (Slot.POST_PROCESS, Slot.MTP_POST)
         kept = _name(layer, slot, "kept") + ("~" if is_replayed else "")
         grads = {_name(layer, slot, "grads"): sum(part.grads for part in parts)}
         self.node(layer, slot, Phase.B, parts, [*reads, kept], writes | grads)

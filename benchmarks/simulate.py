@@ -61,6 +61,7 @@ def run(settings: Settings) -> dict[str, Any]:
         "model": settings.model.name,
         "hardware": link.name,
         **asdict(setup),
+        "recompute": setup.recompute and f"{setup.recompute.method}:{setup.recompute.num_layers}",
         "layers": chunk.layers,
         "is_stage": setup.layers is not None,
         "microbatches": settings.microbatches,
@@ -104,7 +105,8 @@ def text(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['model']} on {figures['hardware']}: {part}, {figures['ep']} ranks share the experts,",
         f"{figures['microbatches']} microbatches of {figures['seq']} tokens a rank{ahead}, "
-        f"{'full recompute' if figures['recompute'] else 'no recompute'}, dispatcher {figures['dispatcher']}",
+        f"{'recompute ' + figures['recompute'] if figures['recompute'] else 'no recompute'}, "
+        f"dispatcher {figures['dispatcher']}",
         f"links: {link['fast_gb_per_s']:g} GB/s among {link['domain']} ranks, {link['network_gb_per_s']:g} GB/s "
         f"beyond, {link['latency_us']:g} us; efficiency of links, memory and arithmetic {link['efficiency']:g}",
         "",

@@ -79,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--layers", type=_count, help=only)
     ahead = "microbatches whose forward runs before the first backward, as on an early pipeline stage"
     predict.add_argument("--warmup", type=_count, default=1, help=ahead)
-    predict.add_argument("--recompute", action="store_true", help="replay each layer's forward before its backward")
+    again = "layers whose forward is replayed before their backward: uniform (or nothing), all; block:LAYERS, the first"
+    everything = fxo.Recompute("uniform")
+    predict.add_argument("--recompute", type=_recompute, nargs="?", const=everything, metavar="METHOD", help=again)
     copies = "how tokens travel: a copy for each of their experts, or one for each node that has some"
     predict.add_argument("--dispatcher", choices=DISPATCHERS, default=DISPATCHERS[0], help=copies)
 

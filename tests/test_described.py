@@ -17,6 +17,7 @@ import fxoverlap as fxo
 from fxoverlap.benchmarks import models
 from fxoverlap.benchmarks.described import Setup, described, distinct, sent_bytes
 from fxoverlap.benchmarks.models import Grouped, Latent, Model
+from fxoverlap.config import Recompute
 from fxoverlap.errors import ConfigError
 from fxoverlap.hardware import PRESETS, Hardware
 from fxoverlap.ir import ChunkGraph, CostTable, Lane, Phase, Round, Slot
@@ -25,6 +26,7 @@ from fxoverlap.schedule.memory import peak_bytes
 
 DOCS = Path(__file__).parent.parent / "docs" / "simulate.md"
 H100 = PRESETS["h100"]
+ALL = Recompute("uniform")
 DEEPSEEK, QWEN = (models.PRESETS[name] for name in ("deepseek-v3", "qwen3-30b-a3b"))
 SMALL = Model("small", 4, 64, Grouped(4, 2, 16), 8, 2, 32, 100, shared_experts=1)
 HYBRID = replace(SMALL, name="hybrid", dense_layers=1, dense_dim=128, mtp_depths=2)
@@ -69,11 +71,13 @@ def test_nodes_and_their_order_are_those_of_a_captured_chunk(group: dist.Process
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "megatron", "auto"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recompute"])
+@pytest.mark.parametrize("recompute", [None, ALL], ids=["kept", "recompute"])
 @pytest.mark.parametrize(
     ("model", "layers"), [(SMALL, None), (SMALL, 2), (HYBRID, None), (replace(SMALL, shared_experts=0), None)]
 )
-def test_every_policy_places_every_node(model: Model, layers: int | None, recompute: bool, schedule: str) -> None:
+def test_every_policy_places_every_node(
+    model: Model, layers: int | None, recompute: Recompute | None, schedule: str
+) -> None:
     chunk = described(model, H100, Setup(2, 64, layers, recompute))
     config, costs = fxo.OverlapConfig(schedule=schedule), CostTable(chunk.costs, H100, "described")
     for f, b in ((chunk, chunk), (chunk, None), (None, chunk)):
@@ -99,7 +103,7 @@ def test_a_stage_has_no_ends_and_a_depth_is_a_layer_with_a_head() -> None:
 
 
 def test_a_replay_comes_before_the_backward_of_its_layer_without_counts() -> None:
-    chunk = described(SMALL, H100, Setup(2, 64, recompute=True))
+    chunk = described(SMALL, H100, Setup(2, 64, recompute=ALL))
     names = [node.name for node in chunk.nodes]
     for layer in range(4):
         replayed = [node for node in chunk.nodes if node.layer == layer and node.phase is Phase.R]
@@ -211,22 +215,24 @@ def test_recompute_keeps_a_layers_input_and_its_routing() -> None:
     """What F leaves alive, of a stage of two layers: their inputs, the result, and routing."""
     tokens, hidden = 4096, 4096 * 2048 * 2
 
-    def alive(layers: int, recompute: bool) -> int:
+    def alive(layers: int, recompute: Recompute | None) -> int:
         chunk = described(QWEN, H100, Setup(16, tokens, layers, recompute))
         read_later = {v for node in chunk.nodes if node.phase is not Phase.F for v in node.reads}
         made = {v for node in chunk.nodes if node.phase is Phase.F for v in node.writes}
         return sum(chunk.buffers[v][1] for v in made & read_later)
 
-    assert alive(2, True) - alive(1, True) == hidden + tokens * 8 * 12 + 128 * 8
+    assert alive(2, ALL) - alive(1, ALL) == hidden + tokens * 8 * 12 + 128 * 8
     # Attention: normed input, q, k, v, result, sums, with residual; router; experts: input, gate, up, product; back.
     attention = 2 * hidden + tokens * 2 * (4096 + 2 * 512) + tokens * 2 * 4096 + tokens * 32 * 4
     router = hidden + tokens * 128 * 4
     experts = 8 * tokens * 2 * (2048 + 3 * 768) + 8 * hidden
-    assert alive(2, False) - alive(2, True) == 2 * (attention + router + experts)
+    assert alive(2, ALL) < alive(2, Recompute("block")) < alive(2, None)
+    assert alive(2, None) - alive(2, Recompute("block")) == attention + router + experts
+    assert alive(2, None) - alive(2, ALL) == 2 * (attention + router + experts)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_nothing_is_kept_that_nobody_reads(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [None, ALL, Recompute("block", 2)])
+def test_nothing_is_kept_that_nobody_reads(recompute: Recompute | None) -> None:
     chunk = described(HYBRID, H100, Setup(2, 64, recompute=recompute))
     read = {value for node in chunk.nodes for value in node.reads}
     assert set(chunk.buffers) <= read
@@ -237,7 +243,7 @@ def test_nothing_is_kept_that_nobody_reads(recompute: bool) -> None:
 
 def test_peak_of_a_step_with_recompute_is_smaller() -> None:
     peaks = []
-    for recompute in (False, True):
+    for recompute in (None, ALL):
         chunk = described(QWEN, H100, Setup(16, 4096, 8, recompute))
         config = fxo.OverlapConfig(schedule="sequential")
         forward, backward = build_plan(chunk, None, config), build_plan(None, chunk, config)

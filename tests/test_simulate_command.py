@@ -18,6 +18,7 @@ from fxoverlap import cli
 from fxoverlap.benchmarks import models, simulate
 from fxoverlap.benchmarks.described import Setup
 from fxoverlap.benchmarks.models import Grouped, Model
+from fxoverlap.config import Recompute
 from fxoverlap.errors import ConfigError
 from fxoverlap.hardware import PRESETS
 
@@ -126,12 +127,28 @@ def test_forwards_ahead_cost_memory() -> None:
 
 
 def test_recompute_saves_memory_and_costs_time() -> None:
-    kept, replayed = small(), small(recompute=True)
+    kept, replayed = small(), small(recompute=Recompute("uniform"))
     for policy in ("sequential", "megatron", "auto"):
         assert replayed["policies"][policy]["peak_bytes"] < kept["policies"][policy]["peak_bytes"]
         assert replayed["policies"][policy]["step_ms"] > kept["policies"][policy]["step_ms"]
     # Two more exchanges a layer beside four, without counts.
     assert replayed["comm_ms"] / kept["comm_ms"] == pytest.approx(1.5, rel=0.02)
+
+
+def test_recompute_is_asked_for_as_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ([], ["--recompute", "block:1"], ["--recompute", "uniform:1"], ["--recompute"])
+    given = [figures(capsys, *STAGE, *each) for each in asked]
+    assert [each["recompute"] for each, _ in given] == [None, "block:1", "uniform:1", "uniform:1"]
+    comm = [each["comm_ms"] for each, _ in given]
+    assert comm[1] - comm[0] == pytest.approx(comm[2] - comm[1]) and comm[0] < comm[1] and comm[2] == comm[3]
+    words = ("no recompute", "recompute block:1", "recompute uniform:1", "recompute uniform:1")
+    assert all(word in printed for word, (_, printed) in zip(words, given, strict=True))
+
+
+@pytest.mark.parametrize("asked", ["uniform:2", "selective:norm", "block:1:keep=dispatch"])
+def test_a_recompute_that_is_not_described_is_refused(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*STAGE, "--recompute", asked]) == 1
+    assert "expected uniform:1 or block:N without slots" in capsys.readouterr().err
 
 
 def test_one_factor_scales_all_but_latency() -> None:
@@ -160,7 +177,7 @@ def published(preset: str, microbatches: int, warmup: int, setup: Setup) -> dict
 
 QWEN_ALLTOALL = ("qwen3-30b-a3b", 16, 1, Setup(16, 4096))
 QWEN_ONCE = ("qwen3-30b-a3b", 16, 1, Setup(16, 4096, dispatcher="once-a-node"))
-DEEPSEEK_STAGE = ("deepseek-v3", 32, 8, Setup(16, 2048, layers=2, recompute=True))
+DEEPSEEK_STAGE = ("deepseek-v3", 32, 8, Setup(16, 2048, layers=2, recompute=Recompute("uniform")))
 
 
 @pytest.fixture(scope="module")
