@@ -71,12 +71,17 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 def run(settings: Settings) -> dict[str, Any]:
     """Measure on two ranks, and return the figures that this module's docstring names, and those of `Settings`.
 
-    Raises ConfigError if the pattern has layers outside brackets, LaunchError if a rank fails, and passes on
-    KeyboardInterrupt.
+    Raises ConfigError if the pattern has layers outside brackets or MTP parts, LaunchError if a rank fails, and passes
+    on KeyboardInterrupt.
     """
     pattern = parse(settings.pattern)
     if sum(end - begin for begin, end in pattern.groups) < len(pattern.symbols):
         raise ConfigError(f"pattern: expected all layers in brackets, as each is checkpointed, got {pattern}")
+    if pattern.mtp is not None:
+        raise ConfigError(
+            f"pattern: expected no multi-token prediction, which the checkpointed model here does not run, "
+            f"got {pattern}; leave out what follows the trunk"
+        )
     ranks = launch(_measure, 2, settings, timeout_s=3600)
     figures: dict[str, Any] = ranks[0]
     for case, *others in zip(*(each["cases"] for each in ranks), strict=True):

@@ -127,7 +127,7 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], dict[str,
 
 def _add_pattern(parser: argparse.ArgumentParser, default: str) -> None:
     symbols = ", ".join(f"{symbol} {name}" for symbol, name in SYMBOLS.items())
-    about = f"layers of the model: {symbols}; brackets group what is scheduled as one"
+    about = f"layers: {symbols}; brackets group what is scheduled as one, each / begins a multi-token prediction depth"
     parser.add_argument("--pattern", type=_pattern, default=default, help=about)
 
 

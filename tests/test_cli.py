@@ -21,7 +21,7 @@ def _figures(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def test_demo(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["demo", "--steps", "3", "--pattern", "[*E]", "--out", str(tmp_path), "--json", "-"]) == 0
+    assert cli.main(["demo", "--steps", "3", "--pattern", "[*E]/[*E]", "--out", str(tmp_path), "--json", "-"]) == 0
     lines = capfd.readouterr().out.splitlines()
     figures = json.loads(lines[-1])
     assert set(figures) >= {
@@ -30,23 +30,25 @@ def test_demo(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert figures["bitwise_equal"] is True
     assert (figures["ranks"], figures["steps"]) == (2, 3)
     assert figures["loss_last"] < figures["loss_first"]
-    assert figures["exchanges_a_microbatch"] == 4
+    assert figures["exchanges_a_microbatch"] == 8
     assert sum(line.split()[:1] in (["0"], ["1"], ["2"]) for line in lines) == 3  # a line a step
     assert not any("\r" in line for line in lines)  # a bar on a terminal only
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("fused_graph.txt", "golden.txt", "report.txt", "timeline.json")
     ]
     timeline = json.loads((tmp_path / "timeline.json").read_text())
-    assert "L0.experts.B" in {event["name"] for event in timeline["traceEvents"]}
+    assert {"L0.experts.B", "MTP0.experts.B"} <= {event["name"] for event in timeline["traceEvents"]}
     assert f"{tmp_path}/timeline.json" in lines[-2] and figures["timeline"] == f"{tmp_path}/timeline.json"
     assert "profiled step" in (tmp_path / "report.txt").read_text()
 
 
-def test_explain(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", ["[*E]", "[*E]/[*E]"])
+def test_explain(capfd: pytest.CaptureFixture[str], tmp_path: Path, pattern: str) -> None:
     path = tmp_path / "explain.json"
-    assert cli.main(["explain", "--pattern", "[*E]", "--json", str(path)]) == 0
+    assert cli.main(["explain", "--pattern", pattern, "--json", str(path)]) == 0
     printed = capfd.readouterr().out
-    assert "experts.B" in printed and "dispatch.F" in printed
+    assert "L0.experts.B" in printed and "L0.dispatch.F" in printed
+    assert [depth for depth in range(4) if f"MTP{depth}.experts.B" in printed] == list(range(pattern.count("/")))
     assert json.loads(path.read_text())["golden"] in printed
 
 
@@ -124,6 +126,8 @@ def test_bench_memory(capfd: pytest.CaptureFixture[str]) -> None:
 def test_bench_memory_of_layers_outside_brackets(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "memory", "--pattern", "*[*E]"]) == 1
     assert "expected all layers in brackets" in capfd.readouterr().err
+    assert cli.main(["bench", "memory", "--pattern", "[*E]/[*E]"]) == 1
+    assert "expected no multi-token prediction" in capfd.readouterr().err
 
 
 def test_bench_transform(capfd: pytest.CaptureFixture[str]) -> None:
