@@ -273,26 +273,40 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
 def autocast_seen() -> Iterator[set[torch.dtype]]:
     """Fill the yielded set with the dtypes to which autocast casts weights once a block, whatever their uses.
 
-    That is the ambient autocast, and each `torch.autocast` with a cache that is entered in the block.
+    That is the ambient autocast, and each `torch.autocast` with a cache that is entered in the block. A tracer switches
+    the cache off, which `torch.autocast` takes for its default: here the default is what was on before the block.
     """
     seen: set[torch.dtype] = set()
-    enter = torch.autocast.__enter__
+    make, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
+    caches = [torch.is_autocast_cache_enabled()]
 
-    def note() -> None:
-        if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
-            seen.add(torch.get_autocast_dtype("cpu"))
+    def made(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        make(self, device_type, dtype, enabled, cache_enabled)
+        self._caches = caches[-1] if cache_enabled is None else cache_enabled  # type: ignore[attr-defined]
 
     def entered(self: torch.autocast) -> Any:
         result = enter(self)
+        caches.append(getattr(self, "_caches", self._cache_enabled))
         note()
         return result
 
+    def left(self: torch.autocast, *error: Any) -> Any:
+        caches.pop()
+        return leave(self, *error)
+
+    def note() -> None:
+        if torch.is_autocast_enabled("cpu") and caches[-1]:
+            seen.add(torch.get_autocast_dtype("cpu"))
+
     note()
-    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
-    try:
+    with mock.patch.multiple(torch.autocast, __init__=made, __enter__=entered, __exit__=left):
         yield seen
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def annotated(forward: Callable[..., Any], key: str, value: Callable[[], str]) -> Callable[..., Any]:

@@ -65,7 +65,7 @@ def test_weight_used_twice_under_autocast_is_refused_by_name() -> None:
         both_under_autocast(UsedTwice(), [(torch.randn(4, 8),)])
 
 
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("cache", [True, None, False])
 def test_autocast_inside_the_model_is_seen(cache) -> None:
     class Inside(UsedTwice):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_autocast_inside_the_model_is_seen(cache) -> None:
     def make(step: int) -> list[tuple]:
         return [(torch.randn(4, 8),) for _ in range(2)]
 
-    if not cache:
+    if cache is False:
         assert train_both(Inside(), make) == []
         return
     with pytest.raises(fxo.UnsupportedError, match=r"linear\.(weight|bias) is used 2 times.*cache_enabled=False"):

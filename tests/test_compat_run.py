@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from test_compat import Loss, export
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
 import fxoverlap
 from fxoverlap import compat, passes
@@ -176,6 +176,14 @@ def test_autocast_is_seen_where_it_caches() -> None:
         assert seen == {torch.bfloat16}
     with torch.autocast("cpu", torch.float16), compat.autocast_seen() as seen:
         assert seen == {torch.float16}
+    # A tracer has switched the cache off: nothing says so to the user's autocast.
+    with compat.autocast_seen() as seen, disable_autocast_cache():
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.autocast("cpu", torch.float16):
+            pass
+        assert seen == set()
+        with torch.autocast("cpu", torch.bfloat16):
+            pass
+        assert seen == {torch.bfloat16}
 
 
 def test_default_store_and_names_of_groups(group: dist.ProcessGroup) -> None:
