@@ -306,7 +306,7 @@ def idle_keeps(chunk: ChunkGraph, config: OverlapConfig) -> list[str]:
         return []
     by_name = {node.name: node for node in chunk.joint.module.graph.nodes}
     saved = {op_facts.storage_root(by_name[v]) for node in chunk.nodes if node.phase is not Phase.F for v in node.reads}
-    kept = {op for region in regions(chunk.joint, assignment(chunk), config) for op in region.ops}
+    kept = {op for region in regions(chunk, assignment(chunk), config) for op in region.ops}
     return [
         slot
         for slot in config.recompute.keep
