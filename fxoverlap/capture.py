@@ -44,7 +44,7 @@ from fxoverlap.refusals import (
     refuse_hidden_state,
     refuse_other_roundings,
     refuse_sparse_gradients,
-    refuse_weights_cast_twice,
+    refuse_weights_summed_in_turn,
     refuse_what_cannot_be_traced,
     refuse_write,
 )
@@ -109,8 +109,8 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
         before = stack.enter_context(restored(model))
         checkpoints = Checkpoints(model, trail)
         stack.enter_context(compat.checkpoint_replaced(checkpoints, refuse_checkpoint))
-        autocast = stack.enter_context(compat.autocast_seen())
-        chunk = _Chunk(model, parts.values, parts.spec, leaves, before)
+        casts = stack.enter_context(compat.autocast_casts())
+        chunk = _Chunk(model, parts.values, parts.spec, leaves, before, casts)
         try:
             with torch.enable_grad():
                 module = compat.export_joint(chunk, fakes, mode)
@@ -123,8 +123,9 @@ def capture(model: nn.Module, microbatch: Microbatch, config: OverlapConfig) -> 
     # Not while tracing, because torch itself numbers collectives in place that way.
     chunk.draws.refuse_elsewhere()
     joint = _describe(module, chunk, [parts.paths[i] for i in leaves])
-    refuse_other_roundings(model, module.graph, autocast)
-    refuse_weights_cast_twice(joint, autocast)
+    refuse_other_roundings(model, module.graph, casts.dtypes)
+    if casts.outlive:
+        refuse_weights_summed_in_turn(joint, casts.dtypes)
     refuse_hidden_state(joint, chunk.registered())
     refuse_carried_state(joint, before)
     refuse_sparse_gradients(joint)
@@ -165,9 +166,16 @@ class _Chunk(nn.Module):
     """The model as a function of its tensors, with each Parameter and buffer object registered once."""
 
     def __init__(
-        self, model: nn.Module, values: tuple[Any, ...], spec: Any, leaves: tuple[int, ...], before: Before
+        self,
+        model: nn.Module,
+        values: tuple[Any, ...],
+        spec: Any,
+        leaves: tuple[int, ...],
+        before: Before,
+        casts: compat.AutocastCasts,
     ) -> None:
         super().__init__()
+        self.casts = casts
         self.inner = (_Run(model),)  # in a tuple, so that its parameters are not registered a second time
         self.before = before
         self.values, self.spec, self.leaves = list(values), spec, leaves
@@ -195,6 +203,7 @@ class _Chunk(nn.Module):
             values[position] = tensor
         state = {f"model.{name}": getattr(self, f"p{i}") for i, name in enumerate(self.param_names)}
         state |= {f"model.{name}": getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
+        self.casts.begin([*(getattr(self, f"p{i}") for i in range(len(self.params))), *tensors])
         # Forward runs twice. The second time it must not see what the first has left on the modules.
         self.before.restore()
         with draws_kept(self.inner[0], self.draws), Watch(self.drawn_from) as watch:

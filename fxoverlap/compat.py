@@ -12,7 +12,7 @@ import itertools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -269,16 +269,72 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 
-@contextlib.contextmanager
-def autocast_seen() -> Iterator[set[torch.dtype]]:
-    """Fill the yielded set with the dtypes to which autocast casts weights once a block, whatever their uses.
+class AutocastCasts:
+    """Casts that autocast makes of leaves while tracing, each once a block as in eager.
 
-    That is the ambient autocast, and each `torch.autocast` with a cache that is entered in the block. A tracer switches
-    the cache off, which `torch.autocast` takes for its default: here the default is what was on before the block.
+    Eager keeps the first cast of a leaf to the end of the outermost block, so that gradients of several uses are summed
+    in the low precision. A tracer switches that cache off, and has leaves that do not look like leaves.
+
+    Attributes:
+        dtypes: those of blocks with a cache.
+        outlive: whether what is cast outlives the trace, as a block around it is entered already.
     """
-    seen: set[torch.dtype] = set()
+
+    def __init__(self) -> None:
+        self.dtypes: set[torch.dtype] = set()
+        self.outlive = torch.autocast_increment_nesting() > 1
+        torch.autocast_decrement_nesting()
+        # Of each open block whether its autocast is on, and whether it has a cache.
+        self._blocks = [(torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled())]
+        self._leaves: set[int] = set()
+        self._casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._note()
+
+    def begin(self, leaves: Iterable[torch.Tensor]) -> None:
+        """A forward begins, in which these are the leaves."""
+        self._leaves = {id(leaf) for leaf in leaves}
+        self._casts.clear()
+
+    def enter(self, is_on: bool, has_cache: bool) -> None:
+        """A block is entered."""
+        self._blocks.append((is_on, has_cache))
+        self._note()
+
+    def leave(self) -> None:
+        """The last block that was entered is left."""
+        self._blocks.pop()
+        if len(self._blocks) == 1 and not self.outlive:
+            self._casts.clear()
+
+    def default(self) -> bool:
+        """Whether a block has a cache if nothing is said."""
+        return self._blocks[-1][1]
+
+    def to(self, x: torch.Tensor, dtype: torch.dtype, *options: Any, **more: Any) -> torch.Tensor:
+        """`aten.to.dtype`."""
+        op = torch.ops.aten.to.dtype
+        # Autocast takes itself out while it casts; a cast that the model writes has it in.
+        by_autocast = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutocastCPU)
+        is_leaf = id(x) in self._leaves and x.requires_grad and x.dtype is torch.float32 and torch.is_grad_enabled()
+        if not (by_autocast and is_leaf and all(self._blocks[-1]) and dtype is torch.get_autocast_dtype("cpu")):
+            return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, x, dtype, *options, **more)
+        if (id(x), dtype) not in self._casts:
+            self._casts[id(x), dtype] = x, torch.ops.aten._to_copy.default(x, dtype=dtype)
+        return self._casts[id(x), dtype][1]
+
+    def _note(self) -> None:
+        if all(self._blocks[-1]):
+            self.dtypes.add(torch.get_autocast_dtype("cpu"))
+
+
+@contextlib.contextmanager
+def autocast_casts() -> Iterator[AutocastCasts]:
+    """Have autocast, ambient or inside the model, cast as `AutocastCasts` says. For a block that traces.
+
+    Checked on torch 2.11.0, 2.13.0 and 2.14.1.
+    """
+    casts = AutocastCasts()
     make, enter, leave = torch.autocast.__init__, torch.autocast.__enter__, torch.autocast.__exit__
-    caches = [torch.is_autocast_cache_enabled()]
 
     def made(
         self: torch.autocast,
@@ -288,25 +344,26 @@ def autocast_seen() -> Iterator[set[torch.dtype]]:
         cache_enabled: bool | None = None,
     ) -> None:
         make(self, device_type, dtype, enabled, cache_enabled)
-        self._caches = caches[-1] if cache_enabled is None else cache_enabled  # type: ignore[attr-defined]
+        self._has_cache = casts.default() if cache_enabled is None else cache_enabled  # type: ignore[attr-defined]
 
     def entered(self: torch.autocast) -> Any:
         result = enter(self)
-        caches.append(getattr(self, "_caches", self._cache_enabled))
-        note()
+        casts.enter(torch.is_autocast_enabled("cpu"), getattr(self, "_has_cache", self._cache_enabled))
         return result
 
     def left(self: torch.autocast, *error: Any) -> Any:
-        caches.pop()
+        casts.leave()
         return leave(self, *error)
 
-    def note() -> None:
-        if torch.is_autocast_enabled("cpu") and caches[-1]:
-            seen.add(torch.get_autocast_dtype("cpu"))
-
-    note()
-    with mock.patch.multiple(torch.autocast, __init__=made, __enter__=entered, __exit__=left):
-        yield seen
+    op, key = torch.ops.aten.to.dtype, torch._C.DispatchKey.CompositeImplicitAutograd
+    op.py_kernels[key] = casts.to
+    op._dispatch_cache.clear()
+    try:
+        with mock.patch.multiple(torch.autocast, __init__=made, __enter__=entered, __exit__=left):
+            yield casts
+    finally:
+        del op.py_kernels[key]
+        op._dispatch_cache.clear()
 
 
 def annotated(forward: Callable[..., Any], key: str, value: Callable[[], str]) -> Callable[..., Any]:

@@ -180,24 +180,31 @@ def refuse_other_roundings(model: nn.Module, graph: fx.Graph, autocast: set[torc
         )
 
 
-def refuse_weights_cast_twice(joint: JointGraph, autocast: set[torch.dtype]) -> None:
-    """Raise UnsupportedError if autocast, ambient or inside the model, casts a weight at several uses.
+def refuse_weights_summed_in_turn(joint: JointGraph, autocast: set[torch.dtype]) -> None:
+    """Raise UnsupportedError for a weight that autocast casts, with two more gradients of uses that it does not cast.
 
-    Eager keeps the first cast, so that the gradients of the uses are summed in the low precision; the tracer casts
-    anew at each use, and they would be summed in the high one: other bits.
+    In an autocast block around a step eager casts a weight in the first microbatch only. The gradient that comes
+    through the cast is added between others in the first microbatch, and behind them in later ones: other bits.
     """
     nodes = {node.name: node for node in joint.module.graph.nodes}
     params = {each.value: each.name for each in joint.inputs if each.kind is InputKind.PARAM}
-    for target in (target for _, target in joint.gradients if target in params):
+    for value, target in joint.gradients:
         casts = [user for user in nodes[target].users if user.target is torch.ops.aten._to_copy.default]
-        for dtype in autocast:
-            count = sum(cast.meta["val"].dtype is dtype for cast in casts)
-            if count > 1:
+        if target in params and any(cast.meta["val"].dtype in autocast for cast in casts):
+            terms = _terms(nodes[value])
+            if terms > 2:
                 raise UnsupportedError(
-                    f"Parameter {params[target]} is used {count} times under autocast, which casts it once in eager "
-                    f"and sums its gradients in {dtype}; a captured graph would sum them in float32. "
-                    f"Use torch.autocast(..., cache_enabled=False), or cast the parameter once in forward."
+                    f"Parameter {params[target]} has {terms} gradients in a microbatch, one of them through a cast "
+                    f"that autocast makes once for all microbatches: eager sums them in another order in the first "
+                    f"one than in later ones. Use torch.autocast(..., cache_enabled=False), or enter it in forward."
                 )
+
+
+def _terms(gradient: fx.Node) -> int:
+    """How many gradients are summed."""
+    if not compat.is_gradient_accumulation(gradient):
+        return 1
+    return sum(map(_terms, gradient.all_input_nodes))
 
 
 def refuse_hidden_state(joint: JointGraph, registered: Mapping[str, torch.Tensor]) -> None:

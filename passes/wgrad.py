@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from fxoverlap import compat
@@ -78,7 +79,9 @@ def _parameter_sums(joint: JointGraph) -> set[fx.Node]:
         node = stack.pop()
         if compat.is_gradient_accumulation(node):
             found.add(node)
-            stack.extend(node.all_input_nodes)
+        # Of a weight that autocast casts once for several uses, the gradients are summed behind the cast.
+        if node in found or node.target is torch.ops.aten._to_copy.default:
+            stack.extend(source for source in node.all_input_nodes if op_facts.is_op(source))
     return found
 
 

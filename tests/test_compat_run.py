@@ -6,6 +6,7 @@ When torch moves one of them, the test that fails names it.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import re
 import threading
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from test_compat import Loss, export
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
 import fxoverlap
@@ -165,25 +167,54 @@ def test_held_accumulators_are_seen() -> None:
 
 
 def test_autocast_is_seen_where_it_caches() -> None:
-    with compat.autocast_seen() as seen:
+    with compat.autocast_casts() as casts:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             pass
         with torch.autocast("cpu", enabled=False):
             pass
-        assert seen == set()
+        assert casts.dtypes == set() and not casts.outlive
         with torch.autocast("cpu", torch.bfloat16):
             pass
-        assert seen == {torch.bfloat16}
-    with torch.autocast("cpu", torch.float16), compat.autocast_seen() as seen:
-        assert seen == {torch.float16}
+        assert casts.dtypes == {torch.bfloat16}
+    with torch.autocast("cpu", torch.float16), compat.autocast_casts() as casts:
+        assert casts.dtypes == {torch.float16} and casts.outlive
     # A tracer has switched the cache off: nothing says so to the user's autocast.
-    with compat.autocast_seen() as seen, disable_autocast_cache():
+    with compat.autocast_casts() as casts, disable_autocast_cache():
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.autocast("cpu", torch.float16):
             pass
-        assert seen == set()
+        assert casts.dtypes == set()
         with torch.autocast("cpu", torch.bfloat16):
             pass
-        assert seen == {torch.bfloat16}
+        assert casts.dtypes == {torch.bfloat16}
+
+
+def test_autocast_casts_a_leaf_once_a_block_in_a_trace() -> None:
+    def casts_of(leaf: torch.Tensor, body: Callable[[torch.Tensor, torch.Tensor], Any]) -> int:
+        """How many casts of the leaf a trace of two products with it has."""
+        with compat.autocast_casts() as casts, enable_python_dispatcher():
+
+            def forward(x: torch.Tensor, w: torch.Tensor) -> Any:
+                casts.begin([w])
+                return body(x, w)
+
+            graph = make_fx(forward, tracing_mode="fake")(torch.ones(2, 2), leaf).graph
+        weight = list(graph.find_nodes(op="placeholder"))[1]
+        return sum(user.target is torch.ops.aten._to_copy.default for user in weight.users)
+
+    def twice(x: torch.Tensor, w: torch.Tensor, **options: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, **options):
+            return (x @ w) @ w
+
+    leaf = torch.ones(2, 2, requires_grad=True)
+    assert casts_of(leaf, twice) == 1
+    assert casts_of(leaf, functools.partial(twice, cache_enabled=False)) == 2
+    assert casts_of(leaf, functools.partial(twice, enabled=False)) == 0
+    assert casts_of(leaf, lambda x, w: (twice(x, w), twice(x, w))) == 2  # two blocks
+    assert casts_of(leaf, lambda x, w: (x.bfloat16() @ w.bfloat16()) @ w.bfloat16()) == 2
+    assert casts_of(leaf.detach(), twice) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert casts_of(leaf, lambda x, w: (twice(x, w), twice(x, w))) == 1
+        assert casts_of(leaf, lambda x, w: (x @ w.bfloat16()) @ w) == 2
 
 
 def test_default_store_and_names_of_groups(group: dist.ProcessGroup) -> None:
