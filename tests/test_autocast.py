@@ -10,6 +10,7 @@ from torch import nn
 from toys import Made, batches, differences, eager_step, rows, toy, train_both
 
 import fxoverlap as fxo
+from fxoverlap.ir import Phase
 
 
 class UsedTwice(nn.Module):
@@ -153,3 +154,30 @@ def test_bilinear_is_refused_under_autocast_only() -> None:
     assert train_both(Pair(), lambda step: rows(step)) == []
     with pytest.raises(fxo.UnsupportedError, match=r"'pair' \(Bilinear\)"):
         both_under_autocast(Pair(), [(torch.randn(3, 4),)])
+
+
+def test_gradients_of_a_weight_that_layers_share_are_w_under_autocast() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            first = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+            self.layers = nn.ModuleList([first, nn.Sequential(nn.LayerNorm(8), first[1])])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                for layer in self.layers:
+                    x = layer(x)
+            return x.float().square().mean()
+
+    model = Shared()
+    overlapped = fxo.transform(model)
+    assert train_both(overlapped, lambda step: [(torch.randn(4, 8),) for _ in range(2)]) == []
+    chunk = overlapped.plan("B").chunks["B"]
+    ops = {node.name: node for node in chunk.joint.module.graph.nodes}
+    products = {
+        node.phase: sum(ops[op].target is torch.ops.aten.mm.default for op in node.ops)
+        for node in chunk.nodes
+        if node.layer == 1 and node.phase is not Phase.F
+    }
+    assert products == {Phase.B: 1, Phase.W: 1}
