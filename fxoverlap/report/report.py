@@ -37,7 +37,8 @@ class Report:
             in the profiled steps: what the node takes by itself, and how long it waits, a compute node for collectives,
             an exchange for those before it on its group.
         exchanges_per_microbatch: all-to-alls of one microbatch, forward and backward, counts included.
-        layers: number of logical layers.
+        layers: number of logical layers, those of multi-token prediction included.
+        depths: number of depths of multi-token prediction.
         modules: number of distinct node modules.
         w_moved: W nodes that the FB plan runs later than right behind what they need.
         exchanges_covered: exchanges that have real work issued beside them, of `exchanges_planned`.
@@ -74,6 +75,7 @@ class Report:
     nodes: tuple[Row, ...]
     exchanges_per_microbatch: int
     layers: int
+    depths: int
     modules: int
     w_moved: int
     exchanges_covered: int
@@ -113,7 +115,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.layers} logical layers, {len(self.nodes)} schedule nodes ({self.modules} distinct modules), "
+            f"{self._layers_text()}, {len(self.nodes)} schedule nodes ({self.modules} distinct modules), "
             f"{self.exchanges_per_microbatch} exchanges a microbatch, {self.w_moved} W nodes moved, "
             f"{self.variants} variants captured",
             f"{self.exchanges_covered} of {self.exchanges_planned} exchanges have real work beside them",
@@ -134,6 +136,11 @@ class Report:
         lines += [f"warning: {text}" for text in self.warnings]
         lines += [f"why little is hidden: {text}" for text in self.little_hidden]
         return "\n".join(lines)
+
+    def _layers_text(self) -> str:
+        mtp = {0: "", 1: " (a depth of multi-token prediction among them)"}
+        more = f" ({self.depths} depths of multi-token prediction among them)"
+        return f"{self.layers} logical layers" + mtp.get(self.depths, more)
 
     def _predicted_lines(self) -> list[str]:
         """One line for the FB plan and one for the last step."""
@@ -219,6 +226,7 @@ def make_report(
         nodes=tuple(_row(node, chunk, times, costs) for node in chunk.nodes),
         exchanges_per_microbatch=exchanges,
         layers=chunk.layers,
+        depths=len(chunk.depths),
         modules=len({id(module) for module in chunk.modules.values()}),
         w_moved=moved,
         exchanges_covered=done,
@@ -256,7 +264,7 @@ def _warnings(
     physical = chunk.joint.physical if chunk.joint is not None else ()
     if config.layers != OverlapConfig().layers and not physical:
         warnings.append(f"OverlapConfig.layers={config.layers!r} matches no module, so no layer has edges of its own.")
-    if config.mtp_layers != OverlapConfig().mtp_layers and all(layer.depth is None for layer in physical):
+    if config.mtp_layers not in ((), OverlapConfig().mtp_layers) and not chunk.depths:
         warnings.append(
             f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches no module, so there are no MTP depths."
         )
