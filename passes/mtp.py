@@ -149,7 +149,7 @@ def _merge_where_read(chunk: ChunkGraph, keys: Assignment, order: Sequence[Key])
     ops = [op for op in op_facts.ops(chunk.joint.module.graph) if _is_movable(op, keys[op], start_of)]
     ends: set[fx.Node] = set()  # what is for gradients of parameters only
     for op in reversed(ops):
-        group = [op, *(user for user in op.users if user.target is operator.getitem)]
+        group = _with_results(op)
         readers = {user for each in group for user in each.users if user in keys} - ends - {*group}
         start = start_of[keys[op][0]]
         if not readers:
@@ -159,7 +159,13 @@ def _merge_where_read(chunk: ChunkGraph, keys: Assignment, order: Sequence[Key])
     for op in ops:
         if op in ends:
             made = [keys[op], *(keys[source] for source in op.all_input_nodes if source in keys)]
-            keys[op] = max((key for key in made if key[2] is Phase.B), key=rank.__getitem__)
+            last = max((key for key in made if key[2] is Phase.B), key=rank.__getitem__)
+            keys.update(dict.fromkeys(_with_results(op), last))
+
+
+def _with_results(op: fx.Node) -> list[fx.Node]:
+    """The op and, where it has several results, what takes them apart."""
+    return [op, *(user for user in op.users if user.target is operator.getitem)]
 
 
 def _is_movable(op: fx.Node, key: Key, start_of: Mapping[int | None, int]) -> bool:
