@@ -18,9 +18,9 @@ Draws: F takes a snapshot of the generator in front of the draw, R draws with it
 Where only the shape of an input matters, as for a dropout's mask, R makes an empty tensor instead of that input.
 
 Order: R nodes stand in front of their first reader. `ChunkGraph.replays` says what else the built-in policies keep:
-a replay begins when the backward is done with the layers behind its own; and behind its first exchange it goes on
-when the weight gradients of those layers are computed. So the replayed values of one region at a time are alive, and
-weight gradients cover a replayed exchange.
+a replay begins when the backward is done with the layers behind its own, and with the heads between; and behind its
+first exchange it goes on when their weight gradients are computed. So the replayed values of one region at a time are
+alive, none beside logits, and weight gradients cover a replayed exchange.
 
 Raises UnsupportedError as `regions` does.
 """
@@ -394,11 +394,23 @@ def one_at_a_time(nodes: Sequence[ScheduleNode], end: Mapping[float, float]) -> 
     exchanging = {group(node) for node in again if node.lane is Lane.COMM}
     for node in again:
         own = group(node)
-        behind = next(iter(groups[bisect.bisect_right(groups, own) :]), None)
+        behind = _behind(own, groups, replayed)
         sources = [made_by[value] for value in node.reads if value in made_by]
-        follows = set() if sources else {Phase.B}
         is_late = any(each.lane is Lane.COMM for each in sources) if own in exchanging else not sources
-        if is_late and (behind in replayed or behind == math.inf):
-            follows.add(Phase.W)
-        if behind is not None:
-            yield from ((each.name, node.name) for each in backward[behind] if each.phase in follows)
+        for each in behind:
+            follows = set() if sources else {Phase.B}
+            if is_late and (each in replayed or _is_head(each)):
+                follows.add(Phase.W)
+            yield from ((one.name, node.name) for one in backward[each] if one.phase in follows)
+
+
+def _behind(own: float, groups: Sequence[float], replayed: set[float]) -> Sequence[float]:
+    """The groups of the backward from behind `own` to the next layers, heads that are not replayed in between."""
+    rest = groups[bisect.bisect_right(groups, own) :]
+    heads = next((i for i, each in enumerate(rest) if each in replayed or not _is_head(each)), len(rest))
+    return rest[: heads + 1]
+
+
+def _is_head(depth: float) -> bool:
+    """Whether what runs at this depth (`_depth`) is a head, the main one or one of multi-token prediction."""
+    return depth == math.inf or depth % 1 != 0

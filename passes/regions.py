@@ -5,10 +5,10 @@ Out: the regions, none of which shares an op with another.
 
 With "uniform" every `num_layers` logical layers of the trunk are a region, a *segment*; the last may be shorter. With
 "block" each of the first `num_layers` is one. With both, the layers of each depth of multi-token prediction, without
-its head, are a segment. With "selective" each run of a module that a glob of `modules` matches
-is one; a glob matches as those of the layers do. Each call of `torch.utils.checkpoint` in the model is one too
-(`OpTag.region`), whatever the config. A region takes in what others view and split off of its results where it makes
-them, but no view that nothing in it reads: `cut` makes those where they are read.
+its head, are a segment. With "selective" each run of a module that a glob of `modules` matches is one; a glob matches
+as those of the layers do. Each call of `torch.utils.checkpoint` in the model is one too (`OpTag.region`), whatever the
+config. A region takes in what others view and split off of its results where it makes them, but no view that nothing in
+it reads: `cut` makes those where they are read.
 
 Raises UnsupportedError: there are no logical layers; a glob matches nothing that runs; regions overlap.
 """
@@ -126,7 +126,7 @@ def _segments(chunk: ChunkGraph, ops: Iterable[fx.Node], keys: Assignment, asked
             f"OverlapConfig.recompute is {asked!r}, but the model has no logical layers to compute again. Set "
             f"OverlapConfig.layers to the FQN glob of its layers, or name modules with method 'selective'."
         )
-    return [Region(_segment_name(chunk.joint, segment), tuple(segment)) for _, segment in sorted(members.items())]
+    return [Region(_segment_name(chunk.joint, own), tuple(own)) for _, own in sorted(members.items())]
 
 
 def _segment_name(joint: JointGraph, ops: Iterable[fx.Node]) -> str:

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from odd import Attention, Dense, Odd, in_turn, moe
+from replays import disorder
 from test_checkpoint_calls import both, plainly, selective, some
 from torch import Tensor, nn
-from toys import batches, differences, eager_step, train_both
+from toys import batches, differences, eager_step, toy, train_both
 
 import fxoverlap as fxo
-from fxoverlap.ir import ChunkGraph, Phase, Role
+from fxoverlap.ir import ChunkGraph, Phase, Role, Slot
 
 Recompute = fxo.Recompute
 
@@ -233,3 +234,25 @@ def test_b58_overlap_with_the_config_is_refused_by_both_names(
         return
     with pytest.raises(fxo.UnsupportedError, match=text):
         chunk_of(model, recompute)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "megatron", "sequential"])
+def test_a_depth_is_replayed_when_depths_and_heads_behind_it_are_done(schedule: str, group: dist.ProcessGroup) -> None:
+    """Its own head is one of them, and the main head for the last depth: no logits are alive beside replayed values."""
+    config = fxo.OverlapConfig(recompute=Recompute("uniform"), schedule=schedule)
+    plan = fxo.transform(toy("[*E]/[*E]/[*E]", group), config, example_inputs=batches(1)[0]).plan("FB")
+    order = [each.node for each in plan.order if each.mb == "B"]
+    for depth, heads in (("MTP1", ("-", "MTP1")), ("MTP0", ("MTP0",))):
+        first, late = (
+            min(
+                i
+                for i, node in enumerate(order)
+                if node.place == depth and node.phase is Phase.R and node.slot in slots
+            )
+            for slots in (tuple(Slot), (Slot.EXPERTS, Slot.POST_COMBINE))
+        )
+        for i, node in enumerate(order):
+            is_head = node.slot in (Slot.MTP_POST, Slot.POST_PROCESS) and (node.place or "-") in heads
+            if is_head or (depth == "MTP0" and node.place == "MTP1"):
+                assert i < {Phase.W: late}.get(node.phase, first), (node.name, depth)
+    assert disorder(plan) == []
