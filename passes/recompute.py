@@ -90,6 +90,7 @@ class _Replay:
         # Not in front of the first op of the backward: views that it reads stand among those of the forward.
         self._front = max(op for op in op_facts.ops(self._graph) if keys[op][2] is Phase.F).next
         self._numbers = _numbers(self._graph)
+        self._has_depths = any(layer.depth is not None for layer in joint.physical)
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def add(self, region: Region) -> None:
@@ -164,6 +165,8 @@ class _Replay:
             return not self._is_backward(user, depths)
         if user in self._in_a_region:
             return user not in members  # that region's replay starts from it
+        if self._has_depths and op_facts.tag(user).layer is None:
+            return True  # the norm behind the trunk or a depth, whose backward must not wait for the replay
         # A view outside of regions is no reader itself.
         is_view = op_facts.view_base(user) is not None
         return is_view and any(self._keeps(each, members, depths) for each in user.users if each in self._keys)

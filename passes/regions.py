@@ -126,7 +126,19 @@ def _segments(chunk: ChunkGraph, ops: Iterable[fx.Node], keys: Assignment, asked
             f"OverlapConfig.recompute is {asked!r}, but the model has no logical layers to compute again. Set "
             f"OverlapConfig.layers to the FQN glob of its layers, or name modules with method 'selective'."
         )
+    if chunk.depths:
+        # A norm that the next depth reads stands in the last layer, but its backward must not wait for the replay.
+        ends = [chunk.depths[0][0], *(end for _, end in chunk.depths)]
+        for start in {segment[end - 1] for end in ends if end - 1 in segment}:
+            members[start] = _without_tail(members[start])
     return [Region(_segment_name(chunk.joint, own), tuple(own)) for _, own in sorted(members.items())]
+
+
+def _without_tail(ops: Sequence[fx.Node]) -> list[fx.Node]:
+    """The ops of layers, and the others that these need: what follows the last layer is not among them."""
+    of_layers = [op for op in ops if op_facts.tag(op).layer is not None]
+    kept = op_facts.ancestors(of_layers, set(ops))
+    return [op for op in ops if op in kept]
 
 
 def _segment_name(joint: JointGraph, ops: Iterable[fx.Node]) -> str:
