@@ -12,6 +12,11 @@ what it computes before them belongs to the first; what it computes behind them,
 A depth without such layers is one physical layer. With a pattern that has MTP parts, matches of `mtp_layers` may also
 be the layers themselves: the pattern tells how many of them a depth has. Depths stand behind the trunk in `physical`.
 
+A model may call parts of a layer beside it, such as the norm of a depth. They are outside the layers; but what
+exchanges tokens, and is called as often as the layer, is of the layer's runs in turn. Where a layer is not called but
+its parts are, it has as many runs as the part that is called least, of those that exchange tokens if any does; a part
+that is called more often serves others too, and is outside the layers.
+
 Raises UnsupportedError: an exchange runs outside the layers while others run inside; as `fit` does.
 """
 
@@ -19,7 +24,8 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -36,7 +42,7 @@ def layers(joint: JointGraph, config: OverlapConfig) -> JointGraph:
     """Fill in layer labels."""
     globs, mtp_globs = (_globs(each) for each in (config.layers, config.mtp_layers))
     nodes = list(op_facts.ops(joint.module.graph))
-    runs = _runs(nodes, globs, mtp_globs)
+    runs = _runs(joint, globs, mtp_globs)
     found = _in_order(run for op, run in runs.items() if op_facts.tag(op).phase is Phase.F)
     for op, run in runs.items():
         if run in found:
@@ -57,10 +63,14 @@ def _globs(given: str | Sequence[str]) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def _runs(nodes: Sequence[fx.Node], globs: list[str], mtp_globs: list[str]) -> dict[fx.Node, Run]:
+def _runs(joint: JointGraph, globs: list[str], mtp_globs: list[str]) -> dict[fx.Node, Run]:
     """The run that each op is of; ops outside the layers have none."""
-    run_of = functools.cache(functools.partial(_run, globs, mtp_globs))
+    nodes = list(op_facts.ops(joint.module.graph))
     calls = {node: op_facts.tag(node).calls or (f"{op_facts.tag(node).fqn or ''}#0",) for node in nodes}
+    launches = {name for each in joint.exchanges for name in each.launches}
+    exchanging = {_fqn_and_number(call)[0] for node in nodes if node.name in launches for call in calls[node]}
+    counts = _Counts((call for each in dict.fromkeys(calls.values()) for call in each), exchanging)
+    run_of = functools.cache(functools.partial(_run, globs, mtp_globs, counts))
     runs = {node: run for node in nodes if (run := run_of(calls[node])) is not None}
     first: dict[Call, Run] = {}
     for run in runs.values():
@@ -97,22 +107,59 @@ def _in_order(runs: Iterable[Run]) -> dict[Run, int]:
     return {run: i for i, run in enumerate(sorted(seen, key=lambda run: rank[run.depth]))}
 
 
-def _run(globs: list[str], mtp_globs: list[str], calls: tuple[str, ...]) -> Run | None:
-    """The layer that the outermost of nested calls is of or belongs to, and which of its runs it is.
+class _Counts:
+    """How often modules are called.
 
-    Runs are told apart where the layer itself is called; a model that calls the parts of a layer has one run of it.
+    Args:
+        calls: all calls, as in `OpTag.calls`; more than once is no matter.
+        exchanging: FQNs of the modules that exchange tokens.
     """
+
+    def __init__(self, calls: Iterable[str], exchanging: Collection[str]) -> None:
+        self._exchanging = exchanging
+        self._of: dict[str, int] = {}
+        for call in calls:
+            fqn, number = _fqn_and_number(call)
+            self._of[fqn] = max(self._of.get(fqn, 0), number + 1)
+        self._of_parts: dict[str, tuple[bool, int]] = {}
+        for fqn, count in self._of.items():
+            for outer in itertools.accumulate(fqn.split(".")[:-1], "{}.{}".format):
+                rank = (fqn not in exchanging, count)
+                self._of_parts[outer] = min(self._of_parts.get(outer, rank), rank)
+
+    def run(self, fqn: str, part: str, number: int) -> Call | None:
+        """The run of a layer that the call of a part of it, or of the layer itself, is of; None if it is of none."""
+        if part == fqn:
+            return Call(fqn, number)
+        if fqn in self._of:
+            is_of_run = part in self._exchanging and self._of[part] == self._of[fqn]
+        else:
+            is_of_run = self._of[part] == self._of_parts[fqn][1]
+        return Call(fqn, number) if is_of_run else None
+
+
+def _fqn_and_number(call: str) -> tuple[str, int]:
+    fqn, _, number = call.rpartition("#")
+    return fqn, int(number)
+
+
+def _run(globs: list[str], mtp_globs: list[str], counts: _Counts, calls: tuple[str, ...]) -> Run | None:
+    """The layer that the outermost of nested calls is of or belongs to, and which of its runs it is."""
     depth: Call | None = None
-    for call in calls:
-        fqn, _, number = call.rpartition("#")
+    for fqn, number in map(_fqn_and_number, calls):
+        is_beside = False
         if depth is None:
             outer, layer = _outermost(fqn, mtp_globs), _outermost(fqn, globs)
             if outer is not None and (layer is None or len(outer) <= len(layer)):
-                depth = Call(outer, int(number) if outer == fqn else 0)
+                depth = counts.run(outer, fqn, number)
+                is_beside = depth is None
         inside = depth.fqn if depth is not None and fqn.startswith(f"{depth.fqn}.") else ""
         found = None if depth is not None and fqn == depth.fqn else _outermost(fqn, globs, inside)
         if found is not None:
-            return Run(Call(found, int(number) if found == fqn else 0), depth)
+            run = counts.run(found, fqn, number)
+            return Run(run, depth) if run is not None else None if depth is None else Run(depth, depth)
+        if is_beside:
+            return None
     return None if depth is None else Run(depth, depth)
 
 

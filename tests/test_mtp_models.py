@@ -1,0 +1,96 @@
+"""Models with multi-token prediction as other people write them: each gives eager's bits, or is refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from odd_mtp import Wired, WiredModel, wired
+from test_random_models import assert_helpful, kind_of
+from toys import train_both
+
+import fxoverlap as fxo
+
+
+def outcome(spec: Wired, group: dist.ProcessGroup) -> tuple[list[str], str | None]:
+    """What differs from eager, and why the model was refused, if it was."""
+    try:
+        return train_both(WiredModel(spec, group), spec.data, spec.config(), steps=2), None
+    except (fxo.CaptureError, fxo.UnsupportedError) as error:
+        return [], str(error)
+
+
+SHARED = [
+    # A depth that runs again is another depth; the norm that it shares with the model, or that is called beside it.
+    Wired(module="one", depths=("moe", "moe", "moe"), tied=True),
+    Wired(norm="shared", depths=("moe", "dense"), main="last"),
+    Wired(module="one", parts=True, norm="shared", loss="reversed"),
+    Wired(module="trunk", norm="shared", head="joined", tied=True),
+]
+
+HEADS = [
+    Wired(head="joined", loss="logsumexp", tied=True),
+    Wired(head="inside", loss="reversed", main="between"),
+    Wired(head="own", embeds="shifted", main="last", loss="max", outputs=True),
+    Wired(head="chunks", loss="learned", dropout=0.2, tied=True),
+    Wired(head="cast", embeds="predicted", loss="product", tied=True),
+    Wired(head="detached", begins="detached", embeds="detached", tied=True),
+    Wired(depths=("dense", "moe"), main="both", loss="distilled"),
+    Wired(main="depth", loss="softmax", unread=True, tied=True),
+]
+
+BEGINNINGS = [
+    Wired(trunk=("dense", "moe"), begins="earlier", reads="trunk", loss="taught"),
+    Wired(trunk=(), begins="half", reads="all", schedule="random", tied=True),
+    Wired(trunk=("dense",), begins="dropped", dropout=0.2, ramp="pair"),
+    Wired(begins="normed", frozen="trunk", main="none", lengths=(5, 1)),
+    Wired(trunk=("full",), depths=("full", "starved"), frozen="first", recompute=fxo.Recompute("uniform")),
+    Wired(checkpoint="depth", loss="detached", delay_wgrad=False),
+    Wired(trunk=("dense",), depths=("dense", "none"), frozen="head", recompute=fxo.Recompute("block")),
+]
+
+SPECS = [*SHARED[:2], *HEADS[:3], *BEGINNINGS[:2]]
+SLOW = [*SHARED[2:], *HEADS[3:], *BEGINNINGS[2:]]
+
+
+@pytest.mark.parametrize("spec", [*SPECS, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str)
+def test_wirings_train_as_eager_does(spec: Wired, group: dist.ProcessGroup) -> None:
+    assert outcome(spec, group) == ([], None)
+
+
+def check_random(count: int, number: int, group: dist.ProcessGroup) -> str:
+    cases, refused = [0], Counter[str]()
+    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=quiet,
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(wired())
+    def check(spec: Wired) -> None:
+        found, reason = outcome(spec, group)
+        cases[0] += 1
+        if reason is not None:
+            refused[kind_of(reason)] += 1
+            assert_helpful(reason)
+        assert found == []
+
+    check()
+    reasons = "".join(f"\n  {number} x {reason}" for reason, number in refused.most_common())
+    line = f"{cases[0]} models with multi-token prediction: {refused.total()} refused{reasons}"
+    assert refused.total() / cases[0] < 0.1, line
+    return line
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(150, marks=pytest.mark.slow)])
+def test_random_wirings_train_as_eager_does_or_are_refused(
+    count: int, group: dist.ProcessGroup, record_property: Any
+) -> None:
+    record_property("summary", check_random(count, 1, group))
