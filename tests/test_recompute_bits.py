@@ -69,6 +69,7 @@ def outcome(row: dict[str, Any], group: dist.ProcessGroup, rank: int = 0, steps:
     model = model.bfloat16() if row["low"] == "bf16" else model
 
     def make(step: int) -> list[Any]:
+        torch.clear_autocast_cache()  # else eager uses casts of the weights before the optimizer's step
         found = [batches(1, rank, tokens=n, seed=10 * step + i)[0] for i, n in enumerate(row["lengths"])]
         return list(map(packed, found)) if row["packed"] else found
 
