@@ -57,6 +57,7 @@ L1.permute: aten.sum.dim_IntList
 L1.permute: aten.sum.dim_IntList
 L1.post_combine: aten.add.Tensor
 post_process: aten._log_softmax.default
+post_process: aten.clamp.default
 post_process: aten.mul.Tensor
 post_process: aten.mul.Tensor
 post_process: aten.nll_loss_forward.default
