@@ -163,7 +163,8 @@ def refuse_effects(graph: fx.Graph) -> None:
 
 
 def refuse_other_roundings(model: nn.Module, graph: fx.Graph, autocast: set[torch.dtype]) -> None:
-    """Raise UnsupportedError for modules of torch of which a functional graph rounds otherwise than eager."""
+    """Raise UnsupportedError for modules and ops of torch of which a functional graph rounds otherwise than eager."""
+    _refuse_products(graph)
     called = {compat.annotation(node, "fqn") for node in graph.nodes}
     for fqn, module in model.named_modules():
         if fqn not in called:
@@ -177,6 +178,24 @@ def refuse_other_roundings(model: nn.Module, graph: fx.Graph, autocast: set[torc
         raise UnsupportedError(
             f"Module {fqn!r} ({type(module).__name__}) {reason}, so that the results would differ in their last bits. "
             f"Write the module with plain tensor ops."
+        )
+
+
+def _refuse_products(graph: fx.Graph) -> None:
+    """Raise UnsupportedError for a gradient of `torch.prod`.
+
+    Eager looks for zeros among the factors, and divides the product by each factor if there are none. A tracer cannot
+    look: for each factor it multiplies those in front of it and those behind it, in cumulative products from 1 on.
+    """
+    aten = torch.ops.aten
+    products = [node for node in graph.nodes if node.target in (aten.prod.default, aten.prod.dim_int)]
+    joined = (node.args[0] for node in graph.find_nodes(op="call_function", target=aten.cumprod.default))
+    begins = (node.args[0][0] for node in joined if node.target is aten.cat.default and compat.is_backward(node))
+    if products and any(node.target is aten.ones.default for node in begins):
+        raise UnsupportedError(
+            f"Module {compat.annotation(products[0], 'fqn') or '(the model itself)'!r} takes the gradient of "
+            f"torch.prod, which a captured graph computes in another way than eager, so that the results would differ "
+            f"in their last bits. Multiply the factors one by one."
         )
 
 

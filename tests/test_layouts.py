@@ -155,3 +155,11 @@ def test_gru_is_refused() -> None:
     model = Net(nn.GRU(16, 16, batch_first=True), lambda inner, x: inner(x)[0])
     with pytest.raises(fxo.UnsupportedError, match=r"'inner' \(GRU\).*last bits.*plain tensor ops"):
         fxo.transform(model, example_inputs=inputs(0)[0])
+
+
+@pytest.mark.parametrize("product", [lambda x: x.sigmoid().prod(-1), lambda x: x.sigmoid()[0, 0].prod()])
+def test_gradient_of_a_product_is_refused(product: Callable[[Tensor], Tensor]) -> None:
+    """Eager divides the product by each factor where none is 0, which a tracer cannot know."""
+    with pytest.raises(fxo.UnsupportedError, match=r"model itself.*torch\.prod.*last bits.*one by one"):
+        fxo.transform(Net(nn.Identity(), lambda _, x: product(x)), example_inputs=inputs(0)[0])
+    assert train_both(Net(nn.Identity(), lambda _, x: x * product(x.detach()).sum() + x.cumprod(-1)), inputs) == []
