@@ -20,7 +20,7 @@ Draws and other effects behind all layers run last, in the order of the trace.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -75,16 +75,16 @@ class _Heads:
 
     def of_forward(self) -> dict[fx.Node, int]:
         """The heads of F ops."""
-        order = [MAIN, *range(self._count)]
-        self._saved = self._by_inputs(self._forward, order, of_effects=order[-1])
+        order = _ranks([MAIN, *range(self._count)])
+        self._saved = self._by_inputs(self._forward, order, of_effects=self._count - 1)
         return self._by_readers(self._forward, order, self._saved)
 
     def of_backward(self) -> dict[fx.Node, int]:
         """The heads of B ops."""
-        order = [MAIN, *reversed(range(self._count))]
+        order = _ranks([MAIN, *reversed(range(self._count))])
         return self._by_readers(self._backward, order, self._by_inputs(self._backward, order, of_effects=MAIN))
 
-    def _by_inputs(self, ops: Sequence[fx.Node], order: Sequence[int], of_effects: int) -> dict[fx.Node, int]:
+    def _by_inputs(self, ops: Sequence[fx.Node], order: Mapping[int, int], of_effects: int) -> dict[fx.Node, int]:
         """The last head, in the order in which they run, of those that an op needs; none for what any head may have."""
         head: dict[fx.Node, int] = {}
         for op in ops:
@@ -92,18 +92,18 @@ class _Heads:
             if op_facts.keeps_order(op):
                 head[op] = of_effects
             elif needed:
-                head[op] = max(needed, key=order.index)
+                head[op] = max(needed, key=order.__getitem__)
         return head
 
     def _by_readers(
-        self, ops: Sequence[fx.Node], order: Sequence[int], by_inputs: Mapping[fx.Node, int]
+        self, ops: Sequence[fx.Node], order: Mapping[int, int], by_inputs: Mapping[fx.Node, int]
     ) -> dict[fx.Node, int]:
         """The heads by inputs, but none behind its readers; what any may have is of the first that reads it."""
         head: dict[fx.Node, int] = {}
         for op in reversed(ops):
             readers = [each for user in op.users if (each := self._head_of_reader(user, head)) is not None]
             own = [by_inputs[op]] if op in by_inputs else []
-            head[op] = min([*own, *readers], key=order.index, default=MAIN)
+            head[op] = min([*own, *readers], key=order.__getitem__, default=MAIN)
         return head
 
     def _heads_of_inputs(self, op: fx.Node, head: dict[fx.Node, int]) -> set[int]:
@@ -124,6 +124,10 @@ class _Heads:
         return self._depth.get(self._keys[user][0]) if user in self._keys else None
 
 
+def _ranks(heads: Iterable[int]) -> dict[int, int]:
+    return {head: i for i, head in enumerate(heads)}
+
+
 def _head_key(chunk: ChunkGraph, head: int, phase: Phase) -> Key:
     return (None, Slot.POST_PROCESS, phase) if head == MAIN else (chunk.depths[head][1] - 1, Slot.MTP_POST, phase)
 
@@ -132,13 +136,18 @@ def _order(chunk: ChunkGraph) -> list[Key]:
     """The nodes with those of the heads: in F behind the layers, in B in front of them."""
     main = _head_key(chunk, MAIN, Phase.F)
     order = [key for node in chunk.nodes if (key := (node.layer, node.slot, node.phase)) != main]
+    last = {layer: i for i, (layer, _, phase) in enumerate(order) if phase is Phase.F}
+    first = {layer: i for i, (layer, _, phase) in reversed(list(enumerate(order))) if phase is Phase.B}
+    in_front: dict[int, list[Key]] = {}
     for head in (MAIN, *range(len(chunk.depths))):
-        last = chunk.depths[head][1] - 1 if head != MAIN else chunk.depths[0][0] - 1
-        of_last = {phase: [i for i, key in enumerate(order) if (key[0], key[2]) == (last, phase)] for phase in Phase}
+        layer = chunk.depths[head][1] - 1 if head != MAIN else chunk.depths[0][0] - 1
+        in_front.setdefault(last.get(layer, -1) + 1, []).append(_head_key(chunk, head, Phase.F))
         if head != MAIN:
-            order.insert(min(of_last[Phase.B], default=len(order)), _head_key(chunk, head, Phase.B))
-        order.insert(max(of_last[Phase.F], default=-1) + 1, _head_key(chunk, head, Phase.F))
-    return order
+            in_front.setdefault(first.get(layer, len(order)), []).append(_head_key(chunk, head, Phase.B))
+    found: list[Key] = []
+    for i, key in enumerate(order):
+        found += [*in_front.get(i, ()), key]
+    return found + in_front.get(len(order), [])
 
 
 def _merge_where_read(chunk: ChunkGraph, keys: Assignment, order: Sequence[Key]) -> None:

@@ -34,12 +34,14 @@ class Deep:
     """The joint graph of a deep MoE model, written down.
 
     A residual stream; in each layer products before, between and behind two exchanges of fixed sizes, which the first
-    `dense` layers do not have. A product saves its input and its result for the gradients. The stream begins shifted by
-    a number that is made of a weight in `steps` steps, each of which reads the one before in two ways.
+    `dense` layers do not have. The last `depths` layers are depths of multi-token prediction. A product saves its input
+    and its result for the gradients. The stream begins shifted by a number that is made of a weight in `steps` steps,
+    each of which reads the one before in two ways.
     """
 
-    def __init__(self, layers: int, products: int, steps: int = 1, dense: int = 0) -> None:
+    def __init__(self, layers: int, products: int, steps: int = 1, dense: int = 0, depths: int = 0) -> None:
         self.graph = fx.Graph()
+        names = [f"layers.{i}" if i < layers - depths else f"mtp.{i}" for i in range(layers)]
         self.inputs: list[GraphInput] = []
         self.gradients: list[tuple[fx.Node, fx.Node]] = []
         x, tangent = self.input(InputKind.LEAF, "x", 0, (8, 16)), self.input(InputKind.TANGENT, "loss", 0, ())
@@ -53,7 +55,7 @@ class Deep:
             shift = self.op(aten.add.Tensor, shift, back, shape=(), dtype=torch.int64)
         x = self.op(aten.add.Tensor, x, self.op(aten.cos.default, shift, shape=()))
         for i in range(layers):
-            self.tag, y = OpTag(Phase.F, f"layers.{i}"), x
+            self.tag, y = OpTag(Phase.F, names[i]), x
             for k in range(3 * products):
                 y = self.exchange(y) if i >= dense and k in (products, 2 * products) else y
                 saved.append((y, self.op(aten.mm.default, y, weights[len(saved)])))
@@ -64,7 +66,7 @@ class Deep:
         self.tag = OpTag(Phase.B, "")
         gradient = self.op(aten.expand.default, tangent, [8, 16])
         for i in reversed(range(layers)):
-            self.tag, g = OpTag(Phase.B, f"layers.{i}"), gradient
+            self.tag, g = OpTag(Phase.B, names[i]), gradient
             for k in reversed(range(3 * products)):
                 g = self.back(g, weights.pop(), *saved.pop())
                 g = self.exchange(g) if i >= dense and k in (products, 2 * products) else g
@@ -152,6 +154,12 @@ def work() -> list[dict[str, float]]:
 def test_b99_twice_the_layers_are_twice_the_work(work: list[dict[str, float]], step: str) -> None:
     assert work[1]["nodes"] > 1.9 * work[0]["nodes"]
     assert work[1][step] < 2.1 * work[0][step]
+
+
+def test_b99_twice_the_depths_are_twice_the_work() -> None:
+    half, full = (measured(Deep(layers, 1, depths=layers // 2).joint(), lines_run) for layers in (12, 24))
+    for step in ("layers", "cut", "mtp", "wgrad", "report"):
+        assert full[step] < 2.1 * half[step], step
 
 
 @pytest.mark.parametrize("segment", [3, 1000])
