@@ -88,7 +88,8 @@ def _at_gate(node: fx.Node, earliest: int, gate: int, chain: Chain) -> int:
         raise UnsupportedError(
             f"The exchange launch {node.name} (module {op_facts.tag(node).fqn!r}) needs values of "
             f"{chain.stages[earliest]}, which comes after its own stage {chain.stages[gate]}. An exchange that waits "
-            f"for a later layer's results cannot be scheduled."
+            f"for a later layer's results cannot be scheduled. Let the layers run in turn, the depths of multi-token "
+            f"prediction behind those of the trunk; a depth that runs between others may be a layer (mtp_layers)."
         )
     return gate
 

@@ -136,6 +136,9 @@ class WiredModel(nn.Module):
         for module in frozen.get(spec.frozen, ()):
             module.requires_grad_(False)
 
+    def trunk(self) -> list[nn.Module]:
+        return list(self.layers)
+
     def depths(self) -> list[Any]:
         return list(self.mtp) * (len(self.spec.depths) if self.spec.module == "one" else 1)
 
@@ -193,7 +196,7 @@ class WiredModel(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Any:
         spec = self.spec
         trunk = [self.embed(tokens)]
-        for layer in self.layers:
+        for layer in self.trunk():
             trunk.append(layer(trunk[-1]))
         states, read, inside = [trunk[-1]], [targets], []
         early = self.loss_of(self, states[0], targets) if spec.main == "first" else None
@@ -233,6 +236,33 @@ class WiredModel(nn.Module):
                 loss = checkpoint(self.loss_of, owner, hidden, targets, use_reentrant=False)
             found.append(self.loss_of(owner, hidden, targets) if loss is None else loss)
         return found
+
+
+class Megatron(WiredModel):
+    """Depths are named as Megatron-LM's, `mtp.layers.0`."""
+
+    def __init__(self, spec: Wired, group: dist.ProcessGroup) -> None:
+        super().__init__(spec, group)
+        depths, self.mtp = self.mtp, nn.Module()  # type: ignore[assignment]
+        self.mtp.layers = depths
+
+    def depths(self) -> list[Any]:
+        return list(self.mtp.layers)  # type: ignore[arg-type]
+
+
+class DeepSeek(WiredModel):
+    """Depths are the last of the trunk's list, as in the checkpoint of DeepSeek-V3."""
+
+    def __init__(self, spec: Wired, group: dist.ProcessGroup) -> None:
+        super().__init__(spec, group)
+        self.layers.extend(self.mtp)
+        del self.mtp
+
+    def trunk(self) -> list[nn.Module]:
+        return list(self.layers[: len(self.spec.trunk)])
+
+    def depths(self) -> list[Any]:
+        return list(self.layers[len(self.spec.trunk) :])
 
 
 COMBINED: dict[str, Callable[[Any, list[Tensor]], Tensor]] = {

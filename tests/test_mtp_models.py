@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from odd_mtp import Wired, WiredModel, wired
+from odd_mtp import DeepSeek, Megatron, Wired, WiredModel, wired
 from test_random_models import assert_helpful, kind_of
 from toys import train_both
 
 import fxoverlap as fxo
+from fxoverlap.launch import launch
 
 
 def outcome(spec: Wired, group: dist.ProcessGroup) -> tuple[list[str], str | None]:
@@ -59,6 +60,55 @@ SLOW = [*SHARED[2:], *HEADS[3:], *BEGINNINGS[2:]]
 @pytest.mark.parametrize("spec", [*SPECS, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str)
 def test_wirings_train_as_eager_does(spec: Wired, group: dist.ProcessGroup) -> None:
     assert outcome(spec, group) == ([], None)
+
+
+PLACES: list[tuple[type[WiredModel], dict[str, Any], str]] = [
+    (Megatron, {"mtp_layers": "mtp.layers.*"}, "L0 MTP0 MTP1"),
+    (Megatron, {"mtp_layers": "mtp.layers.*", "pattern": "E/E/E"}, "L0 MTP0 MTP1"),
+    (Megatron, {}, "L0 MTP0 MTP0.L0 MTP0.L1"),  # the list is one depth, its head is MTP0
+    (DeepSeek, {"mtp_layers": ("layers.1", "layers.2")}, "L0 MTP0 MTP1"),
+    (DeepSeek, {"pattern": "EEE"}, "L0 L1 L2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "places"), PLACES, ids=str)
+def test_names_of_other_people_are_found(
+    kind: type[WiredModel], fields: dict[str, Any], places: str, group: dist.ProcessGroup
+) -> None:
+    spec = Wired(lengths=(6,))
+    overlapped = fxo.transform(kind(spec, group), fxo.OverlapConfig(**fields), example_inputs=spec.data(0)[0])
+    assert " ".join(sorted({each.node.place for each in overlapped.plan("F").order} - {""})) == places
+
+
+REFUSED: list[tuple[type[WiredModel], dict[str, Any], str]] = [
+    (DeepSeek, {"pattern": "E/E/E"}, "needs 2 layers in its MTP parts.*Set OverlapConfig.mtp_layers"),
+    (DeepSeek, {"mtp_layers": "layers.0"}, r"waits for a later layer's results.*may be a layer \(mtp_layers\)"),
+    (
+        WiredModel,
+        {"mtp_layers": "absent.*"},
+        "outside the layers.*Set OverlapConfig.layers and mtp_layers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), REFUSED, ids=str)
+def test_globs_that_fit_no_model_are_refused(
+    kind: type[WiredModel], fields: dict[str, Any], message: str, group: dist.ProcessGroup
+) -> None:
+    spec = Wired(lengths=(6,))
+    with pytest.raises(fxo.UnsupportedError, match=message):
+        fxo.transform(kind(spec, group), fxo.OverlapConfig(**fields), example_inputs=spec.data(0)[0])
+
+
+def on_two_ranks(rank: int) -> list[str]:
+    """What differs from eager on this rank, which has tokens and lengths of its own."""
+    spec = Wired(module="one", depths=("starved", "starved"), lengths=(6 + rank, 5), tied=True)
+    model = WiredModel(spec, dist.group.WORLD)
+    return train_both(model, lambda step: spec.data(2 * step + rank), spec.config(), steps=1)
+
+
+def test_wirings_train_as_eager_does_on_two_ranks() -> None:
+    assert launch(on_two_ranks, 2, timeout_s=300) == [[], []]
 
 
 def check_random(count: int, number: int, group: dist.ProcessGroup) -> str:
