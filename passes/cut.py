@@ -340,8 +340,18 @@ def _schedule_node(key: Key, ops: list[fx.Node], in_mtp: Mapping[tuple[int, bool
 
 
 def _acting(joint: JointGraph, nodes: tuple[ScheduleNode, ...]) -> tuple[str, ...]:
-    """The nodes that draw random numbers or have other effects."""
-    by_name = {node.name: node for node in joint.module.graph.nodes}
+    """The nodes that draw random numbers or have other effects, in the order of the trace.
+
+    Raises UnsupportedError if they cannot run in it.
+    """
     launches = {name for each in joint.exchanges for name in each.launches}
-    effects = {op for node in nodes for op in node.ops if op_facts.keeps_order(by_name[op]) and op not in launches}
-    return tuple(node.name for node in nodes if not effects.isdisjoint(node.ops))
+    ops = (op for op in op_facts.ops(joint.module.graph) if op_facts.keeps_order(op) and op.name not in launches)
+    number = {op.name: i for i, op in enumerate(ops)}
+    held = {node.name: own for node in nodes if (own := [number[op] for op in node.ops if op in number])}
+    for (name, own), (other, later) in pairwise(held.items()):
+        if own[-1] > later[0]:
+            raise UnsupportedError(
+                f"{name} and {other} draw random numbers, or have other effects, which the nodes cannot keep in the "
+                f"order of the model. Let a layer, or a head, do all of its own at one place of forward."
+            )
+    return tuple(held)

@@ -101,7 +101,10 @@ class _Heads:
         """The heads by inputs, but none behind its readers; what any may have is of the first that reads it."""
         head: dict[fx.Node, int] = {}
         for op in reversed(ops):
-            readers = [each for user in op.users if (each := self._head_of_reader(user, head)) is not None]
+            users = [user for user in op.users if user in self._keys and self._keys[user][2] is self._keys[op][2]]
+            if not users and op not in by_inputs:
+                users = list(op.users)  # of the backward, which runs behind all heads of the forward
+            readers = [each for user in users if (each := self._head_of_reader(user, head)) is not None]
             own = [by_inputs[op]] if op in by_inputs else []
             head[op] = min([*own, *readers], key=order.__getitem__, default=MAIN)
         return head

@@ -36,6 +36,7 @@ HEADS = [
     Wired(head="joined", loss="logsumexp", tied=True),
     Wired(head="inside", loss="reversed", main="between"),
     Wired(head="own", embeds="shifted", main="last", loss="max", outputs=True),
+    Wired(parts=True, head="own", main="last", dropout=0.2),
     Wired(head="chunks", loss="learned", dropout=0.2, tied=True),
     Wired(head="cast", embeds="predicted", loss="product", tied=True),
     Wired(head="detached", begins="detached", embeds="detached", tied=True),
@@ -53,8 +54,8 @@ BEGINNINGS = [
     Wired(trunk=("dense",), depths=("dense", "none"), frozen="head", recompute=fxo.Recompute("block")),
 ]
 
-SPECS = [*SHARED[:2], *HEADS[:3], *BEGINNINGS[:2]]
-SLOW = [*SHARED[2:], *HEADS[3:], *BEGINNINGS[2:]]
+SPECS = [*SHARED[:2], *HEADS[:4], *BEGINNINGS[:2]]
+SLOW = [*SHARED[2:], *HEADS[4:], *BEGINNINGS[2:]]
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str)
