@@ -38,7 +38,8 @@ class Recompute:
 
     Attributes:
         method: "uniform" (segments of `num_layers` logical layers), "block" (the first `num_layers`, one a segment) or
-            "selective" (the modules that `modules` matches).
+            "selective" (the modules that `modules` matches). With the first two each depth of multi-token prediction is
+            one more segment.
         num_layers: length of a segment, or number of segments; not for "selective".
         modules: FQN globs, for "selective" only.
         keep: slots whose results are saved, not replayed: any of "dispatch", "experts", "combine".

@@ -43,9 +43,7 @@ def mtp(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     keys = assignment(chunk)
     order = _order(chunk)
     _merge_where_read(chunk, keys, order)
-    heads = _Heads(chunk, keys)
-    of_forward, of_backward = heads.of_forward(), heads.of_backward()
-    for phase, found in ((Phase.F, of_forward), (Phase.B, of_backward)):
+    for phase, found in _Heads(chunk, keys).by_phase().items():
         keys.update({op: _head_key(chunk, head, phase) for op, head in found.items()})
     join_results(op_facts.ops(joint.module.graph), keys)
     remake_views(joint, keys)
@@ -73,16 +71,15 @@ class _Heads:
         self._saved: Mapping[fx.Node, int] = {}  # of F ops
         self._count = len(chunk.depths)
 
-    def of_forward(self) -> dict[fx.Node, int]:
-        """The heads of F ops."""
-        order = _ranks([MAIN, *range(self._count)])
-        self._saved = self._by_inputs(self._forward, order, of_effects=self._count - 1)
-        return self._by_readers(self._forward, order, self._saved)
-
-    def of_backward(self) -> dict[fx.Node, int]:
-        """The heads of B ops."""
-        order = _ranks([MAIN, *reversed(range(self._count))])
-        return self._by_readers(self._backward, order, self._by_inputs(self._backward, order, of_effects=MAIN))
+    def by_phase(self) -> dict[Phase, dict[fx.Node, int]]:
+        """The heads of F ops and of B ops."""
+        there, back = _ranks([MAIN, *range(self._count)]), _ranks([MAIN, *reversed(range(self._count))])
+        self._saved = self._by_inputs(self._forward, there, of_effects=self._count - 1)
+        needed = self._by_inputs(self._backward, back, of_effects=MAIN)
+        return {
+            Phase.F: self._by_readers(self._forward, there, self._saved),
+            Phase.B: self._by_readers(self._backward, back, needed),
+        }
 
     def _by_inputs(self, ops: Sequence[fx.Node], order: Mapping[int, int], of_effects: int) -> dict[fx.Node, int]:
         """The last head, in the order in which they run, of those that an op needs; none for what any head may have."""
@@ -161,7 +158,7 @@ def _merge_where_read(chunk: ChunkGraph, keys: Assignment, order: Sequence[Key])
     ops = [op for op in op_facts.ops(chunk.joint.module.graph) if _is_movable(op, keys[op], start_of)]
     ends: set[fx.Node] = set()  # what is for gradients of parameters only
     for op in reversed(ops):
-        group = _with_results(op)
+        group = op_facts.with_results(op)
         readers = {user for each in group for user in each.users if user in keys} - ends - {*group}
         start = start_of[keys[op][0]]
         if not readers:
@@ -172,16 +169,11 @@ def _merge_where_read(chunk: ChunkGraph, keys: Assignment, order: Sequence[Key])
         if op in ends:
             made = [keys[op], *(keys[source] for source in op.all_input_nodes if source in keys)]
             last = max((key for key in made if key[2] is Phase.B), key=rank.__getitem__)
-            keys.update(dict.fromkeys(_with_results(op), last))
-
-
-def _with_results(op: fx.Node) -> list[fx.Node]:
-    """The op and, where it has several results, what takes them apart."""
-    return [op, *(user for user in op.users if user.target is operator.getitem)]
+            keys.update(dict.fromkeys(op_facts.with_results(op), last))
 
 
 def _is_movable(op: fx.Node, key: Key, start_of: Mapping[int | None, int]) -> bool:
     """Whether an op of a depth's backward is of none of its layers."""
     layer, slot, phase = key
-    is_tied = op_facts.tag(op).layer is not None or op_facts.has_effect(op) or op.target is operator.getitem
-    return layer in start_of and phase is Phase.B and slot is not Slot.MTP_POST and not is_tied
+    has_a_place = op_facts.tag(op).layer is not None or op_facts.has_effect(op) or op.target is operator.getitem
+    return layer in start_of and phase is Phase.B and slot is not Slot.MTP_POST and not has_a_place

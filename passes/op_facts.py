@@ -183,6 +183,11 @@ def descendants(starts: set[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def with_results(op: fx.Node) -> list[fx.Node]:
+    """The op and, where it has several results, what takes them apart."""
+    return [op, *(user for user in op.users if user.target is operator.getitem)]
+
+
 def ops(graph: fx.Graph) -> Iterator[fx.Node]:
     """The ops of a graph, in its order."""
     return (node for node in graph.nodes if is_op(node))

@@ -97,8 +97,8 @@ def _at_gate(node: fx.Node, earliest: int, gate: int, chain: Chain) -> int:
 def _behind_layers(nodes: list[fx.Node], joint: JointGraph) -> set[fx.Node]:
     """F ops outside the layers that need a result of the last one, and that no layer needs: final norm, head, loss.
 
-    A depth of multi-token prediction has a last layer of its own. A head that draws before a later layer does is not
-    among them: draws keep their order.
+    A depth of multi-token prediction has a last layer of its own. A head that draws, or has another effect, before a
+    later layer does is not among them: effects keep their order.
     """
     physical = joint.physical
     last = {i for i, layer in enumerate(physical) if i + 1 == len(physical) or physical[i + 1].depth != layer.depth}
@@ -136,7 +136,7 @@ def _sink(nodes: list[fx.Node], stage: Placement, chain: Chain, gates: dict[fx.N
     for node in reversed(nodes):
         if node in gates or op_facts.has_effect(node) or node.target is operator.getitem:
             continue
-        group = [node, *(user for user in node.users if user.target is operator.getitem)]
+        group = op_facts.with_results(node)
         readers = {user for member in group for user in member.users if user in stage} - set(group)
         latest = min((stage[reader] for reader in readers), default=stage[node])
         embeds_for_depth = node in of_depths and first_depth is not None and latest >= first_depth

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from odd_mtp import DeepSeek, Megatron, Wired, WiredModel, wired
-from test_random_models import assert_helpful, kind_of
+from random_checks import check_all
 from toys import train_both
 
 import fxoverlap as fxo
@@ -112,36 +110,9 @@ def test_wirings_train_as_eager_does_on_two_ranks() -> None:
     assert launch(on_two_ranks, 2, timeout_s=300) == [[], []]
 
 
-def check_random(count: int, number: int, group: dist.ProcessGroup) -> str:
-    cases, refused = [0], Counter[str]()
-    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
-
-    @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=quiet,
-        phases=(Phase.generate, Phase.shrink),
-    )
-    @given(wired())
-    def check(spec: Wired) -> None:
-        found, reason = outcome(spec, group)
-        cases[0] += 1
-        if reason is not None:
-            refused[kind_of(reason)] += 1
-            assert_helpful(reason)
-        assert found == []
-
-    check()
-    reasons = "".join(f"\n  {number} x {reason}" for reason, number in refused.most_common())
-    line = f"{cases[0]} models with multi-token prediction: {refused.total()} refused{reasons}"
-    assert refused.total() / cases[0] < 0.1, line
-    return line
-
-
 @pytest.mark.parametrize("count", [3, pytest.param(150, marks=pytest.mark.slow)])
 def test_random_wirings_train_as_eager_does_or_are_refused(
     count: int, group: dist.ProcessGroup, record_property: Any
 ) -> None:
-    record_property("summary", check_random(count, 1, group))
+    what = "models with multi-token prediction"
+    record_property("summary", check_all(wired(), lambda spec: outcome(spec, group), count, what))

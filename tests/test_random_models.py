@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from random_checks import check_all
 from random_models import RandomModel, Spec, build, config, data, specs
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -152,48 +150,6 @@ def outcome(spec: Spec, group: dist.ProcessGroup) -> tuple[list[str], str | None
     return [], None
 
 
-def kind_of(message: str) -> str:
-    """A refusal without what is particular to one model."""
-    return re.sub(r"'[^']*'|\S*(?:layers|blocks)\.\S*|\d+", "~", message)[:110]
-
-
-def assert_helpful(message: str) -> None:
-    """The message says what is refused and, in a sentence of its own, what to do."""
-    assert re.match(r"[A-Z].*[.)] [A-Z][a-z]+ .*\.$", message, re.DOTALL), message
-
-
-def check_specs(count: int, number: int, group: dist.ProcessGroup) -> str:
-    """Check that many specs; a line that says how many were refused, and why."""
-    cases, refused = [0], Counter[str]()
-
-    # A case captures several graphs, which takes hypothesis's measures of a strategy's own speed and size too far.
-    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
-
-    @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=quiet,
-        phases=(Phase.generate, Phase.shrink),
-    )
-    @given(specs())
-    def check(spec: Spec) -> None:
-        found, reason = outcome(spec, group)
-        cases[0] += 1
-        if reason is not None:
-            refused[kind_of(reason)] += 1
-            assert_helpful(reason)
-        assert found == []
-
-    check()
-    share = refused.total() / cases[0]
-    reasons = "".join(f"\n  {number} x {reason}" for reason, number in refused.most_common())
-    line = f"{cases[0]} random models: {refused.total()} refused ({share:.1%}){reasons}"
-    assert share < 0.1, line
-    return line
-
-
 @pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.slow)])
 def test_random_models_equal_eager_or_are_refused(count: int, group: dist.ProcessGroup, record_property: Any) -> None:
-    record_property("summary", check_specs(count, 1, group))
+    record_property("summary", check_all(specs(), lambda spec: outcome(spec, group), count, "random models"))

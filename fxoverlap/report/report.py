@@ -138,9 +138,9 @@ class Report:
         return "\n".join(lines)
 
     def _layers_text(self) -> str:
-        mtp = {0: "", 1: " (a depth of multi-token prediction among them)"}
-        more = f" ({self.depths} depths of multi-token prediction among them)"
-        return f"{self.layers} logical layers" + mtp.get(self.depths, more)
+        depths = "a depth" if self.depths == 1 else f"{self.depths} depths"
+        mtp = f" ({depths} of multi-token prediction among them)" if self.depths else ""
+        return f"{self.layers} logical layers{mtp}"
 
     def _predicted_lines(self) -> list[str]:
         """One line for the FB plan and one for the last step."""
