@@ -1,31 +1,30 @@
 """Run one function in several ranks on this machine, joined by a gloo group over loopback.
 
 `launch` starts the ranks as child processes, gives each one computing thread and a process group, and returns what
-each rank's call returned. They are forked from a server process that has imported torch, so that not every rank does.
-The promises that everything built on it relies on:
+each rank's call returned. The promises that everything built on it relies on:
 
 - All ranks or none. When a rank raises, dies or is killed, or when the caller is interrupted, every other rank is
   ended at once, by its own process id, and the caller gets one error that names the rank and the cause.
-- No orphans. A rank dies with the caller, also when that is killed by SIGKILL.
+- No orphans. A rank dies with its parent, also when the parent is killed by SIGKILL (Linux only).
 - No noise. A rank prints nothing of its own accord; its traceback is part of the error's text.
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess, SpawnProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ import torch.distributed as dist
 
 from fxoverlap.errors import FxOverlapError
 
-Process = ForkServerProcess | SpawnProcess
-
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 # When one rank fails, its peers fail too, over the broken connection. Wait this long for the first cause to show.
 _GRACE_S = 0.3
 
@@ -79,10 +77,10 @@ def launch(
     """
     if ranks < 1:
         raise ValueError(f"ranks: expected at least 1, got {ranks}")
-    context = _context()
+    context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()  # here, because starting it lets go of the interrupts that are held below
     with tempfile.TemporaryDirectory(prefix="fxoverlap-") as folder:
-        processes: list[Process] = []
+        processes: list[SpawnProcess] = []
         receivers: list[Connection] = []
         try:
             for rank in range(ranks):
@@ -90,7 +88,7 @@ def launch(
                 store_path = str(Path(folder) / "store")
                 process = context.Process(
                     target=_run_rank,
-                    args=(dict(os.environ), sender, store_path, rank, ranks, timeout_s, prepare, function, args),
+                    args=(os.getpid(), sender, store_path, rank, ranks, timeout_s, prepare, function, args),
                     name=f"fxoverlap-rank-{rank}",
                 )
                 with _interrupts_held():
@@ -121,25 +119,15 @@ def one_rank_group() -> Iterator[dist.ProcessGroup]:
             dist.destroy_process_group()
 
 
-def _context() -> Any:
-    """How processes are started: forked from a server that has imported this module where there is one, else anew."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fxoverlap.launch"])
-    return context
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when process `parent`, which started it, ends. Linux only; else nothing.
 
-
-def _die_with_parent() -> None:
-    """Have this process killed when the one that launched it ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait_for_it() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait_for_it, daemon=True, name="fxoverlap-parent").start()
+    Exits at once if that parent has ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def signal_text(number: int) -> str:
@@ -151,7 +139,7 @@ def signal_text(number: int) -> str:
 
 
 def _run_rank(
-    environment: Mapping[str, str],
+    parent: int,
     sender: Connection,
     store_path: str,
     rank: int,
@@ -162,10 +150,7 @@ def _run_rank(
     args: Sequence[Any],
 ) -> None:
     """Be one rank: join the group, call, send the outcome, leave the group."""
-    _die_with_parent()
-    # The server has that of the time when it started.
-    os.environ.clear()
-    os.environ.update(environment)
+    die_with_parent(parent)
     torch.set_num_threads(1)
     try:
         if prepare is not None:
@@ -189,7 +174,7 @@ def _run_rank(
     sender.close()
 
 
-def _collect(processes: list[Process], receivers: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(processes: list[SpawnProcess], receivers: list[Connection], timeout_s: float) -> list[Any]:
     """Wait for every rank's outcome and return the results by rank; LaunchError at the first failure."""
     deadline = time.monotonic() + timeout_s
     done: dict[int, _Outcome] = {}
@@ -221,7 +206,7 @@ def _collect(processes: list[Process], receivers: list[Connection], timeout_s: f
     return [done[rank].result for rank in range(len(processes))]
 
 
-def _receive(rank: int, processes: list[Process], receivers: list[Connection]) -> _Outcome:
+def _receive(rank: int, processes: list[SpawnProcess], receivers: list[Connection]) -> _Outcome:
     """Read the outcome of a rank whose pipe is ready or at its end."""
     try:
         outcome = pickle.loads(receivers[rank].recv_bytes())
@@ -241,7 +226,7 @@ def _receive(rank: int, processes: list[Process], receivers: list[Connection]) -
     return _Outcome(rank, float("-inf"), cause=cause)
 
 
-def _end(processes: list[Process]) -> None:
+def _end(processes: list[SpawnProcess]) -> None:
     """Kill and reap every process that is left."""
     for process in processes:
         if process.is_alive():
