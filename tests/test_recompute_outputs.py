@@ -62,7 +62,7 @@ class Experts(RawMoE):
         return F.dropout(super().forward(x), 0.1)
 
 
-PATTERN = "[*-E]-"
+PATTERN = "*-E-"
 SETS: dict[str, tuple[str, ...]] = {
     "norms": ("layers.*.norm",),
     "activations": ("act",),
