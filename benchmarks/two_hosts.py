@@ -60,23 +60,34 @@ def run(settings: Settings) -> dict[str, Any]:
     Raises ConfigError if the pattern has no experts, LaunchError if a rank fails, and passes on KeyboardInterrupt; the
     namespaces are removed in any case.
     """
-    if "E" not in settings.pattern:
-        raise ConfigError(
-            f"pattern: expected an E, as experts are what ranks exchange tokens for, got {settings.pattern!r}"
-        )
+    refuse_without_experts(settings.pattern)
+    return asdict(settings) | on_two_hosts(settings.rate, _measure, settings)
+
+
+def refuse_without_experts(pattern: str) -> None:
+    """Raise ConfigError if the pattern has no layer that exchanges tokens."""
+    if "E" not in pattern:
+        raise ConfigError(f"pattern: expected an E, as experts are what ranks exchange tokens for, got {pattern!r}")
+
+
+def on_two_hosts(rate: str, measure: Callable[..., dict[str, Any]], *args: object) -> dict[str, Any]:
+    """Run `measure(rank, *args)` on two ranks; the figures of the first, and whether the link between them is shaped.
+
+    Raises LaunchError if a rank fails, and passes on KeyboardInterrupt; the namespaces are removed in any case.
+    """
     with contextlib.ExitStack() as stack:
         reason = missing_for_two_hosts()
         prepare = None
         if reason is None:
             try:
-                prepare = stack.enter_context(two_hosts(settings.rate))
+                prepare = stack.enter_context(two_hosts(rate))
             except subprocess.CalledProcessError as error:
                 reason = f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}"
-        figures = launch(_measure, 2, settings, prepare=prepare, timeout_s=3600)[0]
+        figures = launch(measure, 2, *args, prepare=prepare, timeout_s=3600)[0]
     shaped: dict[str, Any] = {"shaped": reason is None}
     if reason is not None:
         shaped["not_shaped_because"] = reason
-    return shaped | asdict(settings) | figures
+    return shaped | figures
 
 
 def _measure(rank: int, settings: Settings) -> dict[str, Any]:
@@ -106,7 +117,7 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
 
     searched = [name for name in overlapped if name not in FIXED]
     for name in searched:
-        _profile(overlapped[name], batches, before)
+        profile_steps(overlapped[name], batches, before)
     steps: dict[str, Callable[[], list[Tensor]]] = {"eager": lambda: eager_step(model, batches)}
     for name, each in overlapped.items():
         steps[name] = functools.partial(_step, each, batches)
@@ -118,7 +129,7 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         variants[variant]()
     times = interleaved(variants, settings.repeats, before)
     ms = {name: variant.ms for name, variant in times.items()}
-    _profile(overlapped["auto"], batches, before)
+    profile_steps(overlapped["auto"], batches, before)
     measured = overlapped["auto"].report()
     comm_cpu = times["comm"].cpu_ms
     return {
@@ -154,7 +165,7 @@ def _step(overlapped: fxo.OverlappedModel, batches: Sequence[Batch]) -> list[Ten
     return overlapped.step(batches, outputs=False).losses
 
 
-def _profile(overlapped: fxo.OverlappedModel, batches: Sequence[Batch], before: Callable[[], None]) -> None:
+def profile_steps(overlapped: fxo.OverlappedModel, batches: Sequence[Batch], before: Callable[[], None]) -> None:
     """Profile a few steps; the next one plans with what they took."""
     before()
     _step(overlapped, batches)
@@ -166,13 +177,10 @@ def _profile(overlapped: fxo.OverlappedModel, batches: Sequence[Batch], before: 
 
 def text(figures: dict[str, Any]) -> str:
     """Format the figures of `run` for a person."""
-    link = f"a link of {figures['rate']}" if figures["shaped"] else "loopback"
     lines = [
         f"{figures['pattern']}, {figures['microbatches']} microbatches of {figures['tokens']} tokens,",
-        f"2 ranks over {link}, medians of {figures['repeats']} interleaved repetitions",
+        *where(figures),
     ]
-    if not figures["shaped"]:
-        lines.append(f"shaped: false ({figures['not_shaped_because']})")
     eager, bound = figures["eager_ms"], figures["bound_ms"]
     lines.append(f"{'':>12} {'ms':>9}  {'x eager':>8} {'x bound':>8}")
     for name in ("eager", *(each for each in (*POLICIES, "auto_budget") if f"{each}_ms" in figures)):
@@ -183,13 +191,20 @@ def text(figures: dict[str, Any]) -> str:
         f"{figures['comm_ms']:.1f}, {figures['comm_cpu_ms']:.1f} of it processor time",
         _predicted("auto", figures["auto_ms"], figures["predicted_ms"]),
         _predicted("auto_pair", figures["auto_pair_ms"], figures["predicted_pair_ms"]),
-        f"overlap of auto: {_pct(figures['overlap_step_pct'])} of the step "
-        f"(predicted {_pct(figures['predicted_overlap_pct'])}), {_pct(figures['overlap_pct'])} in the steady state",
+        f"overlap of auto: {pct(figures['overlap_step_pct'])} of the step "
+        f"(predicted {pct(figures['predicted_overlap_pct'])}), {pct(figures['overlap_pct'])} in the steady state",
         *_replayed(figures),
         f"eager / (compute + comm): {figures['eager_over_parts']:.2f}",
         f"bitwise equal: {'yes' if figures['bitwise_equal'] else 'NO'}",
     ]
     return "\n".join(lines)
+
+
+def where(figures: dict[str, Any]) -> list[str]:
+    """What joined the ranks, and how often they ran."""
+    link = f"a link of {figures['rate']}" if figures["shaped"] else "loopback"
+    lines = [f"2 ranks over {link}, medians of {figures['repeats']} interleaved repetitions"]
+    return lines if figures["shaped"] else [*lines, f"shaped: false ({figures['not_shaped_because']})"]
 
 
 def _predicted(name: str, took: float, predicted: float) -> str:
@@ -201,8 +216,9 @@ def _replayed(figures: dict[str, Any]) -> list[str]:
     if hidden is None:
         return []
     peaks = ", ".join(f"{name} {figures[f'{name}_peak_bytes'] / 1e6:.1f}" for name in (*POLICIES, "auto_budget"))
-    return [f"replayed exchanges of auto: {_pct(hidden)} hidden", f"predicted peaks in MB: {peaks}"]
+    return [f"replayed exchanges of auto: {pct(hidden)} hidden", f"predicted peaks in MB: {peaks}"]
 
 
-def _pct(value: float | None) -> str:
+def pct(value: float | None) -> str:
+    """A percentage for a person."""
     return "-" if value is None else f"{value:.1f} %"

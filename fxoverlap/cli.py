@@ -16,7 +16,7 @@ from typing import Any
 
 import fxoverlap as fxo
 from fxoverlap import demo
-from fxoverlap.benchmarks import memory, models, overhead, rates, simulate, transform, two_hosts
+from fxoverlap.benchmarks import memory, models, overhead, patterns, rates, simulate, transform, two_hosts
 from fxoverlap.benchmarks.described import DISPATCHERS, Setup
 from fxoverlap.benchmarks.workload import Settings
 from fxoverlap.hardware import PRESETS as HARDWARE
@@ -101,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_sizes(sweep, Settings(repeats=3))
     _add_model_sizes(sweep, Settings())
 
+    beside = _add(benches, "patterns", _patterns, "the overlap of several patterns, two ranks joined by a slow link")
+    beside.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    several = ["[*E][*E][*E][*E]", "[*E][*E][*E]/[*E]"]
+    beside.add_argument("--patterns", type=_pattern, nargs="+", default=several, metavar="PATTERN", help="of layers")
+    _add_steps(beside, Settings())
+    _add_model_sizes(beside, Settings())
+
     one = _add(benches, "overhead", _overhead, "one rank, nothing to hide")
     one.add_argument("--hidden", type=_count, nargs="+", default=[256, 64], metavar="WIDTH", help="of the model")
     _add_sizes(one, Settings(repeats=9))
@@ -139,6 +146,10 @@ def _add_recompute(parser: argparse.ArgumentParser) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser, default: Settings) -> None:
     _add_pattern(parser, default.pattern)
+    _add_steps(parser, default)
+
+
+def _add_steps(parser: argparse.ArgumentParser, default: Settings) -> None:
     parser.add_argument("--microbatches", type=_count, default=default.microbatches, help="in a step")
     parser.add_argument("--tokens", type=_count, default=default.tokens, help="in a microbatch")
     parser.add_argument("--repeats", type=_count, default=default.repeats, help="of each whole step")
@@ -236,6 +247,12 @@ def _two_hosts(options: argparse.Namespace) -> dict[str, Any]:
 def _rates(options: argparse.Namespace) -> dict[str, Any]:
     figures = rates.run(options.rates, _settings(options), options.plot)
     print(rates.text(figures))
+    return figures
+
+
+def _patterns(options: argparse.Namespace) -> dict[str, Any]:
+    figures = patterns.run(options.patterns, _settings(options))
+    print(patterns.text(figures))
     return figures
 
 

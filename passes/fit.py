@@ -103,8 +103,8 @@ def _check_number(pattern: Pattern, symbols: int, found: Sequence[str], field: s
     if len(found) != symbols:
         raise UnsupportedError(
             f"The pattern '{pattern}' has {symbols} layers{where}, but the forward runs {len(found)}: "
-            f"{', '.join(found)}, which {field}={globs!r} matches. Write one symbol for each layer; each depth of "
-            f"multi-token prediction follows a '/'."
+            f"{', '.join(found)}, which {field}={globs!r} matches. Write one symbol for each layer, each depth of "
+            f"multi-token prediction behind a '/', or set OverlapConfig.{field} to match no more than the layers."
         )
 
 

@@ -98,6 +98,14 @@ def test_bench_two_hosts(capfd: pytest.CaptureFixture[str]) -> None:
     assert figures["all_to_alls"] == 3 * 5
 
 
+def test_bench_patterns(capfd: pytest.CaptureFixture[str]) -> None:
+    small = SMALL[2:]  # no --pattern
+    figures = _figures(capfd, "bench", "patterns", "--patterns", "[*E]", "[*E]/[*E]", "--microbatches", "3", *small)
+    assert list(figures["patterns"]) == ["[*E]", "[*E]/[*E]"]
+    for each in figures["patterns"].values():
+        assert each["ms"] > 0 and all(0 <= each[name] <= 100 for name in each if name.endswith("_pct"))
+
+
 def test_bench_overhead(capfd: pytest.CaptureFixture[str]) -> None:
     figures = _figures(capfd, "bench", "overhead", "--microbatches", "2", "--hidden", "32", "16", *SMALL)
     assert set(figures) >= {"eager_ms", "fused_ms"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from mtp_models import Block, Depth, Predicting
 from odd import Attention, Dense, moe
+from torch import nn
 from toys import batches, toy, train_both
 
 import fxoverlap as fxo
@@ -141,11 +142,11 @@ def test_a_depth_that_exchanges_and_has_no_layers_of_its_own(pattern: str, group
 
 RUNS = "but the forward runs 2: mtp.0.layers.0, mtp.1.layers.0, which mtp_layers='mtp.*' matches"
 REFUSED = [
-    (two, {"pattern": "----"}, f"'----' has 0 layers in its MTP parts, {RUNS}. Write one symbol for each layer; each"),
+    (two, {"pattern": "----"}, f"'----' has 0 layers in its MTP parts, {RUNS}. Write one symbol for each layer, each"),
     (
         two,
         {"pattern": "--"},
-        f"'--' has 0 layers in its MTP parts, {RUNS}. Write one symbol for each layer; each depth",
+        f"'--' has 0 layers in its MTP parts, {RUNS}. Write one symbol for each layer, each depth",
     ),
     (two, {"pattern": "-/-/-"}, "has 1 layers, but the forward runs 2: layers.0, layers.1, which layers='layers.*'"),
     (two, {"pattern": "--/-"}, f"has 1 layers in its MTP parts, {RUNS}"),
@@ -191,6 +192,51 @@ def test_a_glob_of_depths_that_matches_nothing_is_a_warning() -> None:
     assert [depth for _, depth in physical(overlapped)] == [None] * 4
     assert "mtp_layers='nextn.*' matches no module" in " ".join(overlapped.report().warnings)
     assert steps_are_right(overlapped)
+
+
+class Alone(Depth):
+    """The only depth of a model, which has no list of them."""
+
+    def __iter__(self) -> Iterator[Depth]:
+        yield self
+
+
+def a_list_in_a_module() -> Predicting:
+    model = wide()
+    model.mtp, depths = nn.Module(), model.mtp
+    model.mtp.layers = depths
+    model.mtp.__class__ = type("Named", (nn.Module,), {"__iter__": lambda self: iter(self.layers)})
+    return model
+
+
+def alone() -> Predicting:
+    model = two()
+    model.mtp = Alone([Dense()])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "warning", "glob", "depths"),
+    [
+        (
+            a_list_in_a_module,
+            "matches mtp.layers, which makes mtp.layers.0, mtp.layers.1 the layers",
+            "mtp.layers.*",
+            2,
+        ),
+        (alone, "of each of mtp.hidden_norm, .*mtp.token_norm, which are parts of the module 'mtp'", "mtp", 1),
+    ],
+)
+def test_a_glob_that_seems_to_miss_the_depths_is_a_warning(
+    make: Callable[[], Predicting], warning: str, glob: str, depths: int
+) -> None:
+    overlapped = transformed(make())
+    said = " ".join(overlapped.report().warnings)
+    assert re.search(warning, said) and f"set mtp_layers='{glob}'" in said
+    assert steps_are_right(overlapped)
+    named = transformed(make(), mtp_layers=glob)
+    assert "mtp_layers" not in " ".join(named.report().warnings)
+    assert named.report().depths == depths and steps_are_right(named)
 
 
 # --- what is said of them ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from fxoverlap.models.mlp import MLP, SwiGLU
 from fxoverlap.models.moe import MoE
 from fxoverlap.models.mtp import MTPDepth
 from fxoverlap.models.short_conv import ShortConv
+from fxoverlap.models.tracker import LossTracker
 
 __all__ = [
     "MLP",
@@ -18,6 +19,7 @@ __all__ = [
     "HybridModel",
     "LatentAttention",
     "LayerFactory",
+    "LossTracker",
     "MTPDepth",
     "Mamba2",
     "MoE",

@@ -11,6 +11,7 @@ from fxoverlap import compat
 from fxoverlap import pattern as layer_pattern
 from fxoverlap.models import layers, mtp
 from fxoverlap.models.loss import count, mean_loss
+from fxoverlap.models.tracker import LossTracker
 
 SYMBOLS = {symbol: layer_pattern.SYMBOLS[symbol] for symbol in "*+MG-E"}
 """The symbols of the pattern language that `HybridModel` has a layer for, with what they stand for."""
@@ -61,6 +62,7 @@ class HybridModel(nn.Module):
         per_token: the loss is multiplied by the number of targets that count, to be divided by the number of all
             microbatches with `grad_scale` (Megatron-LM's `calculate_per_token_loss`); a depth's loss by that of the
             model's targets too, not by that of its own.
+        track_losses: sum the auxiliary losses of each layer in `tracker`, a `LossTracker`; else `tracker` is None.
         seed: of the weights; None: they are drawn from torch's generator. One seed gives one model, on every rank and
             for every group size, a rank's experts being a slice of all; and one trunk, with and without MTP.
         options: further arguments of `LayerFactory`, by name.
@@ -83,6 +85,7 @@ class HybridModel(nn.Module):
         mtp_detach_head: bool = False,
         mtp_detach_trunk: bool = False,
         per_token: bool = False,
+        track_losses: bool = False,
         seed: int | None = None,
         **options: Any,
     ) -> None:
@@ -91,7 +94,10 @@ class HybridModel(nn.Module):
         self.mtp_weight, self.per_token = mtp_weight, per_token
         self.mtp_detach_head, self.mtp_detach_trunk = mtp_detach_head, mtp_detach_trunk
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        factory = layers.LayerFactory(dim=dim, generator=generator, **options)
+        depth = self.pattern.mtp.symbols if self.pattern.mtp else ""
+        physical = len(self.pattern.symbols) + self.pattern.depths * len(depth)
+        self.tracker = LossTracker(physical) if track_losses else None
+        factory = layers.LayerFactory(dim=dim, tracker=self.tracker, generator=generator, **options)
         self.embed = nn.Embedding(vocab_size, dim)
         nn.init.normal_(self.embed.weight, std=dim**-0.5, generator=generator)
         self.layers = factory.layers(self.pattern.symbols)
@@ -102,11 +108,9 @@ class HybridModel(nn.Module):
         else:
             nn.init.normal_(self.head.weight, std=dim**-0.5, generator=generator)
         self.mtp = nn.ModuleList()
-        if self.pattern.mtp is not None:
-            for _ in range(self.pattern.depths):
-                physical = factory.layers(self.pattern.mtp.symbols)
-                depth = mtp.MTPDepth(dim, physical, projections=mtp_projections, generator=generator)
-                self.mtp.append(depth)
+        for _ in range(self.pattern.depths):
+            own = factory.layers(depth)
+            self.mtp.append(mtp.MTPDepth(dim, own, projections=mtp_projections, generator=generator))
 
     def forward(
         self,

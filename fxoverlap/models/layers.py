@@ -1,6 +1,7 @@
 """The layers of a pattern: building them by symbol, and running them one after another."""
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from fxoverlap.models.mamba import Mamba2
 from fxoverlap.models.mla import LatentAttention
 from fxoverlap.models.mlp import MLP
 from fxoverlap.models.moe import MoE
+from fxoverlap.models.tracker import LossTracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class LayerFactory:
         ffn_dim: width of the dense SwiGLU layers; None: 4 * `dim`.
         num_experts, expert_dim, top_k, router, aux_loss, z_loss, selection_bias, shared_dim: see `MoE`.
         dropout: probability, on the output of every layer before its residual.
+        tracker: of the auxiliary losses of MoE layers, see `MoE`; layers count from 0, in the order they are built in.
         group: expert-parallel process group; None: all experts are local and nothing is exchanged.
         max_positions: length of the longest row, however many sequences it packs.
         generator: of the weights, which are drawn in the order in which layers are built.
@@ -48,10 +51,12 @@ class LayerFactory:
     selection_bias: bool = False
     shared_dim: int = 0
     dropout: float = 0.0
+    tracker: LossTracker | None = None
     group: dist.ProcessGroup | None = None
     rope_theta: float = 10000.0
     max_positions: int = 4096
     generator: torch.Generator | None = None
+    _built: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def layers(self, symbols: str) -> nn.ModuleList:
         """One new layer a symbol.
@@ -62,6 +67,7 @@ class LayerFactory:
 
     def layer(self, symbol: str) -> nn.Module:
         """A new layer; raises as `layers`."""
+        index = next(self._built)
         common: dict[str, Any] = {"dropout": self.dropout, "generator": self.generator}
         rotary: dict[str, Any] = {"rope_theta": self.rope_theta, "max_positions": self.max_positions}
         match symbol:
@@ -86,6 +92,8 @@ class LayerFactory:
                     z_loss=self.z_loss,
                     selection_bias=self.selection_bias,
                     shared_dim=self.shared_dim,
+                    tracker=self.tracker,
+                    layer=index,
                     group=self.group,
                     **common,
                 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxoverlap import ops
 from fxoverlap.models.mlp import SwiGLU
+from fxoverlap.models.tracker import LossTracker
 
 ROUTERS = ("softmax", "sigmoid")
 
@@ -33,6 +34,7 @@ class MoE(nn.Module):
             While training, forward adds its assignments to `tokens_per_expert` (buffer, int64 [E]); see
             `update_expert_bias`.
         shared_dim: width of one more expert that sees every token; 0 for none.
+        tracker, layer: where forward adds its auxiliary losses while training, and as what layer; None: nowhere.
         generator: of the weights. Every rank draws those of all experts and keeps its slice, so that models of all
             group sizes are the same.
 
@@ -56,6 +58,8 @@ class MoE(nn.Module):
         selection_bias: bool = False,
         shared_dim: int = 0,
         dropout: float = 0.0,
+        tracker: LossTracker | None = None,
+        layer: int = 0,
         group: dist.ProcessGroup | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -71,7 +75,7 @@ class MoE(nn.Module):
             )
         self.num_experts, self.local_experts, self.top_k = num_experts, num_experts // size, top_k
         self.router_kind, self.aux_loss, self.z_loss, self.dropout = router, aux_loss, z_loss, dropout
-        self.group = group
+        self.group, self.tracker, self.layer = group, tracker, layer
 
         def experts(*shape: int) -> nn.Parameter:
             every = nn.init.normal_(torch.empty(num_experts, *shape), std=shape[0] ** -0.5, generator=generator)
@@ -130,15 +134,18 @@ class MoE(nn.Module):
 
     def _auxiliary_loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor | None:
         tokens = len(logits)
-        loss = None
+        losses = {}
         if self.aux_loss:
             shares = scores if self.router_kind == "softmax" else _normalize(scores)
             scale = self.aux_loss * self.num_experts / (tokens * self.top_k) / tokens
-            loss = (shares.sum(0) * counts).sum() * scale
+            losses["aux"] = (shares.sum(0) * counts).sum() * scale
         if self.z_loss:
-            z = logits.logsumexp(-1).square().sum() * (self.z_loss / tokens)
-            loss = z if loss is None else loss + z
-        return loss
+            losses["z"] = logits.logsumexp(-1).square().sum() * (self.z_loss / tokens)
+        if self.tracker is not None and self.training:
+            for kind, loss in losses.items():
+                self.tracker.add(kind, self.layer, loss)
+        each = list(losses.values())
+        return sum(each[1:], each[0]) if each else None
 
     def _remote(self, rows: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Send rows [T * k, dim], sorted by expert, to their experts' ranks; the results, in the same order."""

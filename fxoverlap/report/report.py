@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, Phase, Plan, Round
-from fxoverlap.passes.recompute import idle_keeps
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, Plan, Round
 from fxoverlap.pipeline import PassRecord
 from fxoverlap.report.measured import figures, node_times
 from fxoverlap.report.predicted import of_plan, of_profiled, of_step
 from fxoverlap.report.reasons import covered, in_step, reasons
+from fxoverlap.report.warnings import count_moved, warnings_of
 from fxoverlap.runtime import StepProfile
-from fxoverlap.schedule.policies import early_release_edges
 
 Row = dict[str, Any]
 
@@ -240,7 +239,7 @@ def make_report(
             {"name": r.name, "seconds": r.seconds, "ops_before": r.ops_before, "ops_after": r.ops_after}
             for r in records
         ),
-        warnings=_warnings(chunk, plan, config, microbatches, alone),
+        warnings=warnings_of(chunk, plan, config, microbatches, alone),
         little_hidden=reasons(plan, microbatches, config.delay_wgrad),
         **of_plan(plan),
         **(of_step(rounds) if rounds else {}),
@@ -248,47 +247,6 @@ def make_report(
         profiled_peak_bytes=of_profiled(profiled[-1]) if profiled else None,
         **measured,
     )
-
-
-def _releases_early(plan: Plan, config: OverlapConfig) -> bool:
-    is_asked = config.schedule in ("auto", "megatron")
-    return is_asked and bool(early_release_edges(plan.chunks["F"], plan.chunks["B"]))
-
-
-def _warnings(
-    chunk: ChunkGraph, plan: Plan, config: OverlapConfig, microbatches: int | None, alone: str | None
-) -> tuple[str, ...]:
-    """What was asked for and has no effect."""
-    warnings = []
-    has_weights = any(node.phase is Phase.W for node in chunk.nodes)
-    physical = chunk.joint.physical if chunk.joint is not None else ()
-    if config.layers != OverlapConfig().layers and not physical:
-        warnings.append(f"OverlapConfig.layers={config.layers!r} matches no module, so no layer has edges of its own.")
-    if config.mtp_layers not in ((), OverlapConfig().mtp_layers) and not chunk.depths:
-        warnings.append(
-            f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches no module, so there are no MTP depths."
-        )
-    if config.delay_wgrad and has_weights and count_moved(plan.order) == 0:
-        warnings.append("delay_wgrad=True, but the schedule moved no W node: all run right behind their B node.")
-    if config.ramp == "pair" and alone is not None:
-        warnings.append(f'ramp="pair" has no effect: {alone}.')
-    elif config.ramp == "pair" and microbatches == 1:
-        warnings.append('ramp="pair", but the last step had one microbatch, which has no partner; give it two or more.')
-    if config.early_release and not _releases_early(plan, config):
-        warnings.append(
-            "early_release=True has no effect: there is no layer whose pre_dispatch.B runs beside experts.F of another "
-            "microbatch, or the schedule is sequential or a policy of your own."
-        )
-    if config.recompute is not None and not any(node.phase is Phase.R for node in chunk.nodes):
-        warnings.append("recompute has no effect: the backward reads nothing that could be computed again.")
-    elif idle := idle_keeps(chunk, config):
-        warnings.append(
-            f"Recompute.keep names {', '.join(idle)}, which has no effect: no region holds an exchange whose result a "
-            f"replay would need from there."
-        )
-    if not any(node.lane is Lane.COMM for node in chunk.nodes):
-        warnings.append("No exchange was found in the model, so there is no communication to hide.")
-    return tuple(warnings)
 
 
 def _row(node: Any, chunk: ChunkGraph, times: Mapping[str, tuple[float, float]], costs: CostTable) -> Row:
@@ -299,16 +257,3 @@ def _row(node: Any, chunk: ChunkGraph, times: Mapping[str, tuple[float, float]],
     row["planned_ms"] = costs[node.name].seconds * 1e3
     row["ms"], row["waited_ms"] = times.get(node.name, (None, None))
     return row
-
-
-def count_moved(order: Sequence[Instance]) -> int:
-    """The W nodes between which and the last node that they read from others than W run."""
-    made_at = {(i.mb, value): k for k, i in enumerate(order) for value in i.node.writes}
-    moved, last_other = 0, -1
-    for position, instance in enumerate(order):
-        if instance.node.phase is Phase.W:
-            start = max((made_at.get((instance.mb, value), -1) for value in instance.node.reads), default=-1)
-            moved += last_other > start
-        else:
-            last_other = position
-    return moved

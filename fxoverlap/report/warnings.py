@@ -1,0 +1,114 @@
+"""Warnings of a report: what was asked for and has no effect, and globs that match something else than it seems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from fxoverlap.config import OverlapConfig
+from fxoverlap.ir import ChunkGraph, Instance, JointGraph, Lane, Phase, Plan
+from fxoverlap.passes import op_facts
+from fxoverlap.passes.layers import matches
+from fxoverlap.passes.recompute import idle_keeps
+from fxoverlap.schedule.policies import early_release_edges
+
+
+def _releases_early(plan: Plan, config: OverlapConfig) -> bool:
+    is_asked = config.schedule in ("auto", "megatron")
+    return is_asked and bool(early_release_edges(plan.chunks["F"], plan.chunks["B"]))
+
+
+def warnings_of(
+    chunk: ChunkGraph, plan: Plan, config: OverlapConfig, microbatches: int | None, alone: str | None
+) -> tuple[str, ...]:
+    """One sentence for each thing that was asked for in vain, and for each name that may not mean what it matches."""
+    warnings = []
+    has_weights = any(node.phase is Phase.W for node in chunk.nodes)
+    physical = chunk.joint.physical if chunk.joint is not None else ()
+    if config.layers != OverlapConfig().layers and not physical:
+        warnings.append(f"OverlapConfig.layers={config.layers!r} matches no module, so no layer has edges of its own.")
+    if config.mtp_layers not in ((), OverlapConfig().mtp_layers) and not chunk.depths:
+        warnings.append(
+            f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches no module, so there are no MTP depths."
+        )
+    if chunk.joint is not None:
+        warnings += [*_lists_of_depths(chunk.joint, config), *_parts_of_depths(chunk.joint, config)]
+    if config.delay_wgrad and has_weights and count_moved(plan.order) == 0:
+        warnings.append("delay_wgrad=True, but the schedule moved no W node: all run right behind their B node.")
+    if config.ramp == "pair" and alone is not None:
+        warnings.append(f'ramp="pair" has no effect: {alone}.')
+    elif config.ramp == "pair" and microbatches == 1:
+        warnings.append('ramp="pair", but the last step had one microbatch, which has no partner; give it two or more.')
+    if config.early_release and not _releases_early(plan, config):
+        warnings.append(
+            "early_release=True has no effect: there is no layer whose pre_dispatch.B runs beside experts.F of another "
+            "microbatch, or the schedule is sequential or a policy of your own."
+        )
+    if config.recompute is not None and not any(node.phase is Phase.R for node in chunk.nodes):
+        warnings.append("recompute has no effect: the backward reads nothing that could be computed again.")
+    elif idle := idle_keeps(chunk, config):
+        warnings.append(
+            f"Recompute.keep names {', '.join(idle)}, which has no effect: no region holds an exchange whose result a "
+            f"replay would need from there."
+        )
+    if not any(node.lane is Lane.COMM for node in chunk.nodes):
+        warnings.append("No exchange was found in the model, so there is no communication to hide.")
+    return tuple(warnings)
+
+
+def _lists_of_depths(joint: JointGraph, config: OverlapConfig) -> list[str]:
+    """For each depth that is a list, such as `mtp.layers` under `mtp.*`: its items may be meant as depths."""
+    warnings = []
+    for depth in range(_depths(joint)):
+        fqns = [layer.fqn for layer in joint.physical if layer.depth == depth]
+        lists = {_parent(fqn) for fqn in fqns if _parts(fqn)[-1].isdecimal()}
+        found = [fqn for fqn in sorted(lists) if not _parts(fqn)[-1].isdecimal() and _is_depth(fqn, config)]
+        if found and len(fqns) > 1:
+            warnings.append(
+                f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches {found[0]}, which makes {', '.join(fqns)} "
+                f"the layers of one MTP depth. If each of them is a depth, set mtp_layers={found[0] + '.*'!r}."
+            )
+    return warnings
+
+
+def _parts_of_depths(joint: JointGraph, config: OverlapConfig) -> list[str]:
+    """For each module that runs and whose named parts are depths, such as `mtp` under `mtp.*`: it may be meant."""
+    calls = {call.rpartition("#")[0] for op in op_facts.ops(joint.module.graph) for call in op_facts.tag(op).calls}
+    named = [each.fqn for each in joint.physical if each.depth is not None and not _parts(each.fqn)[-1].isdecimal()]
+    found = sorted({fqn for fqn in named if _is_depth(fqn, config) and _parent(fqn) in calls})
+    return [
+        f"OverlapConfig.mtp_layers={config.mtp_layers!r} makes an MTP depth of each of {', '.join(parts)}, which are "
+        f"parts of the module {module!r} that runs. If that is one depth, set mtp_layers={module!r}."
+        for module, parts in ((module, list(each)) for module, each in groupby(found, _parent))
+        if len(parts) > 1
+    ]
+
+
+def _depths(joint: JointGraph) -> int:
+    return 1 + max((layer.depth for layer in joint.physical if layer.depth is not None), default=-1)
+
+
+def _parts(fqn: str) -> list[str]:
+    return fqn.split(".")
+
+
+def _parent(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
+
+
+def _is_depth(fqn: str, config: OverlapConfig) -> bool:
+    globs = config.mtp_layers
+    return any(matches(fqn, glob) for glob in ([globs] if isinstance(globs, str) else globs))
+
+
+def count_moved(order: Sequence[Instance]) -> int:
+    """The W nodes between which and the last node that they read from others than W run."""
+    made_at = {(i.mb, value): k for k, i in enumerate(order) for value in i.node.writes}
+    moved, last_other = 0, -1
+    for position, instance in enumerate(order):
+        if instance.node.phase is Phase.W:
+            start = max((made_at.get((instance.mb, value), -1) for value in instance.node.reads), default=-1)
+            moved += last_other > start
+        else:
+            last_other = position
+    return moved
