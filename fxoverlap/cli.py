@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("--ep", type=_count, required=True, help="ranks that share the experts")
     predict.add_argument("--microbatches", type=_count, default=8, help="in a step")
     predict.add_argument("--seq", type=_count, default=4096, help="tokens of a microbatch on a rank, one sequence")
-    only = "a pipeline stage of so many MoE layers, without embedding and head; left out: the whole model"
+    only = "a pipeline stage of so many MoE layers, without embedding, MTP depths and head; left out: the whole model"
     predict.add_argument("--layers", type=_count, help=only)
     ahead = "microbatches whose forward runs before the first backward, as on an early pipeline stage"
     predict.add_argument("--warmup", type=_count, default=1, help=ahead)

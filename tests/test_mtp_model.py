@@ -276,15 +276,15 @@ def test_packed_is_the_pieces() -> None:
 
 
 @pytest.mark.parametrize(
-    "mask, bounds, message",
+    "mask, message",
     [
-        (torch.ones(2, 7), None, r"mtp_input_mask must be bool \[2, 7\], as the tokens, got torch.float32 \[2, 7\]"),
-        (torch.ones(2, 6, dtype=torch.bool), None, r"bool \[2, 7\], .* got torch.bool \[2, 6\]; give one truth value"),
+        (torch.ones(2, 7), r"mtp_input_mask must be bool \[2, 7\], as the tokens, got torch.float32 \[2, 7\]"),
+        (torch.ones(2, 6, dtype=torch.bool), r"bool \[2, 7\], .* got torch.bool \[2, 6\]; give one truth value"),
     ],
 )
-def test_errors(mask: Tensor, bounds: Tensor | None, message: str) -> None:
+def test_errors(mask: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        made("*/*")(*data(), bounds, mask)
+        made("*/*")(*data(), None, mask)
 
 
 def test_another_number_of_projections() -> None:

@@ -35,7 +35,10 @@ def test_each_layer_has_a_column_and_the_losses_sum_to_the_models(group: dist.Pr
     torch.testing.assert_close(values.sum(), loss - plain(tokens, targets), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [None, fxo.Recompute("uniform", 1), fxo.Recompute("selective", modules=("layers.*",))])
+RECOMPUTE = [None, fxo.Recompute("uniform", 1), fxo.Recompute("selective", modules=("layers.*",))]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_a_step_writes_each_loss_once(recompute: fxo.Recompute | None, group: dist.ProcessGroup) -> None:
     model = tracking(group, dropout=0.1)
     config = fxo.OverlapConfig(pattern=PATTERN, recompute=recompute)

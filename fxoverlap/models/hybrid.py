@@ -13,7 +13,7 @@ from fxoverlap.models import layers, mtp
 from fxoverlap.models.loss import count, mean_loss
 from fxoverlap.models.tracker import LossTracker
 
-SYMBOLS = {symbol: layer_pattern.SYMBOLS[symbol] for symbol in "*+MG-E"}
+SYMBOLS = {symbol: layer_pattern.SYMBOLS[symbol] for symbol in layers.SYMBOLS}
 """The symbols of the pattern language that `HybridModel` has a layer for, with what they stand for."""
 
 

@@ -18,6 +18,10 @@ from fxoverlap.models.moe import MoE
 from fxoverlap.models.tracker import LossTracker
 
 
+SYMBOLS = "*+MG-E"
+"""The symbols of the pattern language that there is a layer for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerFactory:
     """Builds layers by pattern symbol, all of one model with the same arguments.
@@ -97,7 +101,7 @@ class LayerFactory:
                     group=self.group,
                     **common,
                 )
-        raise ValueError(f"LayerFactory: expected a symbol of * + M G - E, got {symbol!r}; use one of these")
+        raise ValueError(f"LayerFactory: expected a symbol of {' '.join(SYMBOLS)}, got {symbol!r}; use one of these")
 
 
 def run(layers: Iterable[nn.Module], hidden: Tensor, ids: Tensor | None) -> tuple[Tensor, list[Tensor]]:
