@@ -100,6 +100,11 @@ def disagreements(rank: int) -> dict[str, object]:
         fxo.transform(toy("[*E]", group), fxo.OverlapConfig(delay_wgrad=rank != last)), batches(2, rank)
     )
 
+    # Where all are told the same there is nothing to disagree about.
+    found["nothing"] = error_of(overlapped, [])
+    found["nothing on one"] = error_of(overlapped, [] if rank == last else batches(2, rank))
+    found["untraceable everywhere"] = error_of(fxo.transform(FailsOn(toy("[*E]", group), rank)), batches(2, rank))
+
     # Other lengths are no disagreement: shapes are not compared.
     lengths = fxo.transform(toy("[*E]", group))
     found["lengths"] = error_of(lengths, batches(2, rank, tokens=8 + 4 * rank))
@@ -130,6 +135,7 @@ def found(request) -> list[dict[str, object]]:
     [
         ("unequal", ["rank {last}", "3 microbatches", "rank 0", "2"]),
         ("untraceable", ["rank {last}", "CaptureError", "numpy"]),
+        ("nothing on one", ["rank {last}", "ConfigError", "there is no microbatch"]),
         ("config", ["rank {last}", "schedule = 'sequential'", "schedule = 'megatron'"]),
         ("delay", ["rank {last}", "delay_wgrad = True", "delay_wgrad = False"]),
         ("model", ["rank {last}", "First difference"]),
@@ -143,6 +149,11 @@ def test_b63_disagreement_is_the_same_error_on_every_rank(found, case, words) ->
     assert text.startswith("PlanMismatchError") and "gradients changed" not in text
     for word in words:
         assert word.format(last=last) in text, text
+
+
+def test_what_every_rank_refuses_is_each_ranks_own_error(found) -> None:
+    assert all(each["nothing"].startswith("ConfigError: step: there is no microbatch") for each in found)
+    assert all(each["untraceable everywhere"].startswith("CaptureError") for each in found)
 
 
 @pytest.mark.parametrize("case", ["after unequal", "after untraceable", "after all", "after by name", "two groups"])

@@ -3,7 +3,7 @@
 Every rank of the expert-parallel group says, in one small all-reduce before any node runs, whether it is ready, how
 many microbatches it has, whether its last step failed, whether it has news to share, and the hash of the plans that it
 is about to run. A rank that failed, unequal numbers, and different plans raise PlanMismatchError on every rank, naming
-the rank and the first difference. A rank that has died, or that reports a failure instead of coming, is named too.
+the rank and the first difference; where every rank refuses what it was given, each raises its own error instead. A rank that has died, or that reports a failure instead of coming, is named too.
 
 If a rank has news, plans are not compared yet: the ranks share what they know (`share`), plan, and agree once more.
 
@@ -24,10 +24,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fxoverlap.errors import FxOverlapError, PlanMismatchError, StepError
+from fxoverlap.errors import (
+    CaptureError,
+    ConfigError,
+    FxOverlapError,
+    PlanMismatchError,
+    StepError,
+    UnsupportedError,
+)
 from fxoverlap.runtime.peers import PeerFailedError, Peers, check_usable, mark_unusable, report_failure
 
 T = TypeVar("T")
+
+REFUSALS = (ConfigError, CaptureError, UnsupportedError)
+"""What a user is told of a model or of microbatches; where every rank is told so, the ranks do not differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,7 @@ def agree(groups: Sequence[dist.ProcessGroup], own: Standing, session: str, befo
 
     Raises:
         PlanMismatchError: the ranks differ, or a rank failed or is gone.
+        ConfigError, CaptureError, UnsupportedError: that is what kept this rank from getting ready, and no rank is.
         StepError: a group was left out of step earlier.
         KeyboardInterrupt: that is what kept this rank from getting ready.
     """
@@ -141,7 +152,7 @@ def _together(group: dist.ProcessGroup, session: str, before: str | None) -> Ite
     with peers.watched():
         try:
             yield peers
-        except PlanMismatchError:
+        except (PlanMismatchError, *REFUSALS):
             raise
         except (Exception, KeyboardInterrupt) as error:
             mark_unusable([group], f"{type(error).__name__}: {error}")
@@ -203,6 +214,8 @@ class _Agreement:
         failure = self.own.failure
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
         texts = _gather(self.group, self.peers, text)
+        if None not in texts and isinstance(failure, REFUSALS):
+            raise failure
         rank, text = next((rank, text) for rank, text in zip(self.ranks, texts, strict=True) if text is not None)
         raise PlanMismatchError(f"step: rank {rank} could not get ready, so no rank runs: {text}") from failure
 
