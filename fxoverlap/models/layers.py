@@ -17,7 +17,6 @@ from fxoverlap.models.mlp import MLP
 from fxoverlap.models.moe import MoE
 from fxoverlap.models.tracker import LossTracker
 
-
 SYMBOLS = "*+MG-E"
 """The symbols of the pattern language that there is a layer for."""
 

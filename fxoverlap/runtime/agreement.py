@@ -3,7 +3,8 @@
 Every rank of the expert-parallel group says, in one small all-reduce before any node runs, whether it is ready, how
 many microbatches it has, whether its last step failed, whether it has news to share, and the hash of the plans that it
 is about to run. A rank that failed, unequal numbers, and different plans raise PlanMismatchError on every rank, naming
-the rank and the first difference; where every rank refuses what it was given, each raises its own error instead. A rank that has died, or that reports a failure instead of coming, is named too.
+the rank and the first difference. Where every rank refuses what it was given, each raises its own error instead. A rank
+that has died, or that reports a failure instead of coming, is named too.
 
 If a rank has news, plans are not compared yet: the ranks share what they know (`share`), plan, and agree once more.
 
