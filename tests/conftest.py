@@ -1,5 +1,6 @@
 """What every test file gets: one computing thread, the fixture `group`, and a place for what a test has to say."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,11 @@ from fxoverlap.launch import one_rank_group
 
 # Bits depend on the number of threads, and so does the time when other processes share the cores.
 torch.set_num_threads(1)
+
+
+# A shell starts what runs in its background with SIGINT ignored, and the processes that tests interrupt inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
