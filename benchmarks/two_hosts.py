@@ -19,15 +19,16 @@ steps are profiled before anything is timed. Percentages, as `Report` defines th
 `overlap_step_pct` of the whole step, `overlap_pct` of its steady state (null with fewer than 2 microbatches),
 `predicted_overlap_pct` what the simulator says of the whole step, `replay_hidden_pct` of the exchanges that a backward
 repeats (null without `--recompute`). Recompute is of the schedules; `eager_ms` keeps all activations. With it
-`auto_budget_ms` is `"auto"` with no more than 1 % more memory than `"megatron"`, whose replays are exposed;
+`auto_budget_ms` is `"auto"` with no more than 1 % more memory than `"megatron"`, whose replays are exposed, and
+`auto_prefetch_ms` with `Recompute.prefetch`, of which `prefetch_hidden_pct` is what `replay_hidden_pct` is of `"auto"`;
 `<schedule>_peak_bytes` are the predicted peaks.
 """
 
 import contextlib
 import functools
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -48,6 +49,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "auto_pair": {"ramp": "pair"},
 }
 """What is timed beside eager: fields of `OverlapConfig` by the name of the figure."""
+
+OF_RECOMPUTE = ("auto_budget", "auto_prefetch")
+"""What is timed besides under recompute."""
 
 FIXED = ("sequential", "megatron")
 
@@ -105,6 +109,8 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
     }
     if settings.recompute is not None:
         overlapped["auto_budget"] = _within_memory_of(overlapped["megatron"], settings, batches)
+        prefetch = fxo.OverlapConfig(settings.pattern, recompute=replace(settings.recompute, prefetch=True))
+        overlapped["auto_prefetch"] = fxo.transform(model, prefetch, example_inputs=batches[0])
     exchanges = recorded(lambda: eager_step(model, batches), group)
 
     def before() -> None:
@@ -129,8 +135,9 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         variants[variant]()
     times = interleaved(variants, settings.repeats, before)
     ms = {name: variant.ms for name, variant in times.items()}
-    profile_steps(overlapped["auto"], batches, before)
-    measured = overlapped["auto"].report()
+    measured = _profiled("auto", overlapped, batches, before)
+    prefetching = _profiled("auto_prefetch", overlapped, batches, before)
+    assert measured is not None
     comm_cpu = times["comm"].cpu_ms
     return {
         "bitwise_equal": everywhere(equal),
@@ -145,10 +152,21 @@ def _measure(rank: int, settings: Settings) -> dict[str, Any]:
         "overlap_pct": measured.steady_overlap_pct,
         "overlap_step_pct": measured.overlap_pct,
         "replay_hidden_pct": measured.replay_hidden_pct,
+        "prefetch_hidden_pct": None if prefetching is None else prefetching.replay_hidden_pct,
         "fused_over_eager": ms["auto"] / ms["eager"],
         "eager_over_parts": ms["eager"] / (ms["compute"] + ms["comm"]),
         "all_to_alls": len(exchanges),
     }
+
+
+def _profiled(
+    name: str, overlapped: Mapping[str, fxo.OverlappedModel], batches: Sequence[Batch], before: Callable[[], None]
+) -> fxo.Report | None:
+    """What profiled steps of one of the models say, if it is there."""
+    if name not in overlapped:
+        return None
+    profile_steps(overlapped[name], batches, before)
+    return overlapped[name].report()
 
 
 def _within_memory_of(other: fxo.OverlappedModel, settings: Settings, batches: Sequence[Batch]) -> fxo.OverlappedModel:
@@ -182,12 +200,12 @@ def text(figures: dict[str, Any]) -> str:
         *where(figures),
     ]
     eager, bound = figures["eager_ms"], figures["bound_ms"]
-    lines.append(f"{'':>12} {'ms':>9}  {'x eager':>8} {'x bound':>8}")
-    for name in ("eager", *(each for each in (*POLICIES, "auto_budget") if f"{each}_ms" in figures)):
+    lines.append(f"{'':>13} {'ms':>9}  {'x eager':>8} {'x bound':>8}")
+    for name in ("eager", *(each for each in (*POLICIES, *OF_RECOMPUTE) if f"{each}_ms" in figures)):
         took = figures[f"{name}_ms"]
-        lines.append(f"{name:>12} {took:9.1f}  {took / eager:8.3f} {took / bound:8.3f}")
+        lines.append(f"{name:>13} {took:9.1f}  {took / eager:8.3f} {took / bound:8.3f}")
     lines += [
-        f"{'bound':>12} {bound:9.1f}  compute alone {figures['compute_ms']:.1f}, exchanges alone "
+        f"{'bound':>13} {bound:9.1f}  compute alone {figures['compute_ms']:.1f}, exchanges alone "
         f"{figures['comm_ms']:.1f}, {figures['comm_cpu_ms']:.1f} of it processor time",
         _predicted("auto", figures["auto_ms"], figures["predicted_ms"]),
         _predicted("auto_pair", figures["auto_pair_ms"], figures["predicted_pair_ms"]),
@@ -215,8 +233,12 @@ def _replayed(figures: dict[str, Any]) -> list[str]:
     hidden = figures["replay_hidden_pct"]
     if hidden is None:
         return []
-    peaks = ", ".join(f"{name} {figures[f'{name}_peak_bytes'] / 1e6:.1f}" for name in (*POLICIES, "auto_budget"))
-    return [f"replayed exchanges of auto: {pct(hidden)} hidden", f"predicted peaks in MB: {peaks}"]
+    peaks = ", ".join(f"{name} {figures[f'{name}_peak_bytes'] / 1e6:.1f}" for name in (*POLICIES, *OF_RECOMPUTE))
+    early = pct(figures["prefetch_hidden_pct"])
+    return [
+        f"replayed exchanges of auto: {pct(hidden)} hidden, with prefetch {early}",
+        f"predicted peaks in MB: {peaks}",
+    ]
 
 
 def pct(value: float | None) -> str:

@@ -140,7 +140,8 @@ def _add_pattern(parser: argparse.ArgumentParser, default: str) -> None:
 
 def _add_recompute(parser: argparse.ArgumentParser) -> None:
     about = "what the backward computes again: uniform[:LAYERS], block[:LAYERS] or selective:GLOB[,GLOB]; behind it "
-    about += ":keep=SLOT[,SLOT] for what is saved of that: dispatch, experts, combine"
+    about += ":keep=SLOT[,SLOT] for what is saved of that: dispatch, experts, combine; and :prefetch for replays that "
+    about += "begin beside the backward of the layer behind"
     parser.add_argument("--recompute", type=_recompute, metavar="METHOD:WHAT", help=about)
 
 
@@ -197,13 +198,14 @@ def _pattern(text: str) -> str:
 
 def _recompute(text: str) -> fxo.Recompute:
     """Read a recompute method, its number of layers or its modules, and the slots to keep."""
-    asked, _, slots = text.partition(":keep=")
+    asked, _, slots = text.removesuffix(":prefetch").partition(":keep=")
+    prefetch = text.endswith(":prefetch")
     method, _, what = asked.partition(":")
     keep = tuple(filter(None, slots.split(",")))
     try:
         if method == "selective":
-            return fxo.Recompute(method, modules=tuple(filter(None, what.split(","))), keep=keep)
-        return fxo.Recompute(method, num_layers=int(what or 1), keep=keep)
+            return fxo.Recompute(method, modules=tuple(filter(None, what.split(","))), keep=keep, prefetch=prefetch)
+        return fxo.Recompute(method, num_layers=int(what or 1), keep=keep, prefetch=prefetch)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected such as uniform:1, got {text!r}: {error}") from error
 

@@ -43,12 +43,15 @@ class Recompute:
         num_layers: length of a segment, or number of segments; not for "selective".
         modules: FQN globs, for "selective" only.
         keep: slots whose results are saved, not replayed: any of "dispatch", "experts", "combine".
+        prefetch: a replay may begin, as far as its first exchange, beside what the layer behind computes at the end of
+            its backward. Its exchange is hidden better, and what two layers replayed is alive for that long.
     """
 
     method: str
     num_layers: int = 1
     modules: Sequence[str] = ()
     keep: Sequence[str] = ()
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -73,6 +76,8 @@ class Recompute:
             )
         if not _is_sequence(self.keep) or not all(each in KEEP for each in self.keep):
             raise ConfigError(f"Recompute.keep is {self.keep!r}; allowed: any of {', '.join(KEEP)}.")
+        if not isinstance(self.prefetch, bool):
+            raise ConfigError(f"Recompute.prefetch is {self.prefetch!r}; allowed: True or False.")
 
 
 @dataclass(frozen=True, slots=True)

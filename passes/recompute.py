@@ -20,7 +20,9 @@ Where only the shape of an input matters, as for a dropout's mask, R makes an em
 Order: R nodes stand in front of their first reader. `ChunkGraph.replays` says what else the built-in policies keep:
 a replay begins when the backward is done with the layers behind its own, and with the heads between; and behind its
 first exchange it goes on when their weight gradients are computed. So the replayed values of one region at a time are
-alive, none beside logits, and weight gradients cover a replayed exchange.
+alive, none beside logits, and weight gradients cover a replayed exchange. With `Recompute.prefetch` a replay begins
+when the layers behind have launched their last exchange: what they compute after it covers the first exchange of the
+replay, which waits behind that one for them and their weight gradients.
 
 Raises UnsupportedError as `regions` does.
 """
@@ -72,7 +74,8 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     remake_views(joint, keys)
     _drop_unread(joint, keys)
     nodes = make_nodes(joint, keys, _key_order(chunk, keys), chunk.depths)
-    replays = one_at_a_time(nodes, ends)
+    prefetch = config.recompute is not None and config.recompute.prefetch
+    replays = one_at_a_time(nodes, ends, prefetch)
     return replace(chunk, joint=joint, nodes=nodes, replays=tuple(replays))
 
 
@@ -374,12 +377,15 @@ def _ends(found: Sequence[Region], keys: Assignment) -> dict[float, float]:
     return ends
 
 
-def one_at_a_time(nodes: Sequence[ScheduleNode], end: Mapping[float, float]) -> Iterator[tuple[str, str]]:
+def one_at_a_time(
+    nodes: Sequence[ScheduleNode], end: Mapping[float, float], prefetch: bool = False
+) -> Iterator[tuple[str, str]]:
     """`ChunkGraph.replays` of nodes.
 
     Args:
         nodes: of a chunk.
         end: for a depth (`_depth`), the last of those that are replayed together with it; itself where it is not said.
+        prefetch: see `Recompute.prefetch`.
     """
 
     def group(node: ScheduleNode) -> float:
@@ -397,14 +403,22 @@ def one_at_a_time(nodes: Sequence[ScheduleNode], end: Mapping[float, float]) -> 
     exchanging = {group(node) for node in again if node.lane is Lane.COMM}
     for node in again:
         own = group(node)
-        behind = _behind(own, groups, replayed)
         sources = [made_by[value] for value in node.reads if value in made_by]
         is_late = any(each.lane is Lane.COMM for each in sources) if own in exchanging else not sources
-        for each in behind:
-            follows = set() if sources else {Phase.B}
+        for each in _behind(own, groups, replayed):
+            inputs = [one for one in backward[each] if one.phase is Phase.B]
+            before = [] if sources else inputs
+            if prefetch and own in exchanging:
+                before = inputs if is_late else before[: _to_last_launch(before)]
             if is_late and (each in replayed or _is_head(each)):
-                follows.add(Phase.W)
-            yield from ((one.name, node.name) for one in backward[each] if one.phase in follows)
+                before = [*before, *(one for one in backward[each] if one.phase is Phase.W)]
+            yield from ((one.name, node.name) for one in before)
+
+
+def _to_last_launch(nodes: Sequence[ScheduleNode]) -> int:
+    """The number of nodes up to the last that launches an exchange; all if none does."""
+    launches = [i for i, node in enumerate(nodes) if node.lane is Lane.COMM]
+    return launches[-1] + 1 if launches else len(nodes)
 
 
 def _behind(own: float, groups: Sequence[float], replayed: set[float]) -> Sequence[float]:

@@ -38,6 +38,7 @@ ASKED = (
     Recompute("uniform", keep=("dispatch",)),
     Recompute("uniform", 2, keep=("dispatch", "combine")),
     Recompute("uniform", keep=("experts",)),
+    Recompute("uniform", prefetch=True),
 )
 
 CHOICES: dict[str, tuple[Any, ...]] = {

@@ -44,16 +44,27 @@ def warnings_of(
             "early_release=True has no effect: there is no layer whose pre_dispatch.B runs beside experts.F of another "
             "microbatch, or the schedule is sequential or a policy of your own."
         )
-    if config.recompute is not None and not any(node.phase is Phase.R for node in chunk.nodes):
-        warnings.append("recompute has no effect: the backward reads nothing that could be computed again.")
-    elif idle := idle_keeps(chunk, config):
+    warnings += _of_recompute(chunk, config)
+    if not any(node.lane is Lane.COMM for node in chunk.nodes):
+        warnings.append("No exchange was found in the model, so there is no communication to hide.")
+    return tuple(warnings)
+
+
+def _of_recompute(chunk: ChunkGraph, config: OverlapConfig) -> list[str]:
+    if config.recompute is None:
+        return []
+    replayed = [node for node in chunk.nodes if node.phase is Phase.R]
+    if not replayed:
+        return ["recompute has no effect: the backward reads nothing that could be computed again."]
+    warnings = []
+    if config.recompute.prefetch and not any(node.lane is Lane.COMM for node in replayed):
+        warnings.append("Recompute.prefetch has no effect: no replay exchanges tokens.")
+    if idle := idle_keeps(chunk, config):
         warnings.append(
             f"Recompute.keep names {', '.join(idle)}, which has no effect: no region holds an exchange whose result a "
             f"replay would need from there."
         )
-    if not any(node.lane is Lane.COMM for node in chunk.nodes):
-        warnings.append("No exchange was found in the model, so there is no communication to hide.")
-    return tuple(warnings)
+    return warnings
 
 
 def _lists_of_depths(joint: JointGraph, config: OverlapConfig) -> list[str]:
