@@ -19,8 +19,9 @@ from dataclasses import astuple, dataclass, fields, replace
 from itertools import pairwise
 
 from fxoverlap.config import OverlapConfig
+from fxoverlap.flow import needs_of
 from fxoverlap.hardware import Hardware
-from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Phase, Slot
+from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, Slot
 from fxoverlap.report.measured import Transfer, transfers
 from fxoverlap.runtime import NodeRun, StepProfile
 from fxoverlap.schedule.cost import default_costs
@@ -42,13 +43,12 @@ def structure_of(chunk: ChunkGraph) -> str:
     differ between ranks. What the backward reads from the forward is left out: no plan runs both of one microbatch, and
     a length of zero may leave less to read.
     """
-    made_by = {(value, node.phase is Phase.F): node.name for node in chunk.nodes for value in node.writes}
+    needs = {**needs_of("F", chunk), **needs_of("B", chunk)}
     groups = groups_of(chunk)
     number = {group: i for i, group in enumerate(dict.fromkeys(groups.values()))}
     lines = [f"{chunk.layers} layers"]
     for node in chunk.nodes:
-        read = [(value, node.phase is Phase.F) for value in node.reads]
-        sources = dict.fromkeys(made_by[value] for value in read if value in made_by)
+        sources = dict.fromkeys(need.node for need in needs[node.name] if need.value is not None)
         group = f" group {number[groups[node.name]]}" if node.name in groups else ""
         lines.append(f"{node.name} {node.lane.value}{group}: {' '.join(sources)}")
     lines += [f"{earlier} before {later}" for earlier, later in (*chunk.effects, *chunk.replays)]

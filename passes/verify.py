@@ -4,7 +4,8 @@ In:  FusedGraph.
 Out: the same graph, or VerifyError.
 
 The graph is walked once in issue order, op by op, on symbolic storages. A launch puts its input and its result in
-flight until the wait; everything else is checked against that. Rules, each with the words of its error:
+flight until the wait; everything else is checked against that. Who reads what and until when, which other passes take
+from `flow`, is found anew here, so that a mistake there is seen. Rules, each with the words of its error:
 
 - `wrong microbatch`: a node reads values of its own microbatch only; F nodes run for "F", B, W and R nodes for "B".
 - `doubled`, `missing node`: every node of the plan's phases runs exactly once.

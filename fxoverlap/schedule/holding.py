@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxoverlap.ir import ChunkGraph, CostTable, Lane, NodeCost, ScheduleNode
+from fxoverlap.flow import users_of
+from fxoverlap.ir import ChunkGraph, CostTable, NodeCost, ScheduleNode
 from fxoverlap.schedule.memory import side_of
 from fxoverlap.schedule.tasks import Task
 
@@ -70,17 +71,12 @@ def held_bytes(order: Sequence[int], tasks: Sequence[Task], blocks: Iterable[Blo
 
 
 def _readers(chunk: ChunkGraph) -> dict[str, list[ScheduleNode]]:
-    """The nodes that need what a node writes, by its name; those that wait for an exchange need what it has sent."""
-    reading: dict[str, list[ScheduleNode]] = {}
-    for node in chunk.nodes:
-        for value in node.reads:
-            reading.setdefault(value, []).append(node)
-    found = {}
-    for node in chunk.nodes:
-        direct = [each for value in node.writes for each in reading.get(value, ())]
-        arrived = [r for each in direct if each.lane is Lane.COMM for v in each.writes for r in reading.get(v, ())]
-        found[node.name] = list(dict.fromkeys([*direct, *arrived]))
-    return found
+    """The nodes that use what a node writes, by its name."""
+    users = users_of(chunk.nodes)
+    return {
+        node.name: list(dict.fromkeys(user for value in node.writes for user in users.get(value, ())))
+        for node in chunk.nodes
+    }
 
 
 def _own_side(node: ScheduleNode, readers: Mapping[str, list[ScheduleNode]]) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import UnsupportedError
+from fxoverlap.flow import needs_of
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, nodes_of
 from fxoverlap.schedule.cost import default_costs, of_plan
 from fxoverlap.schedule.pairs import edges_between, labels_of
@@ -131,26 +132,20 @@ def _check_complete(order: Order, left_out: Order) -> None:
 
 
 def _check_legal(order: list[ScheduleNode], chunk: ChunkGraph, mb: str) -> None:
-    made_by = {value: node.name for node in chunk.nodes for value in node.writes}
-    here = {node.name for node in order}
+    needs = needs_of(mb, chunk)
     done: set[str] = set()
-    before: dict[str, list[str]] = {}
-    for earlier, later in chunk.effects:
-        before.setdefault(later, []).append(earlier)
     for node in order:
-        for value in node.reads:
-            source = made_by.get(value)
-            if source in here and source not in done:
-                raise UnsupportedError(
-                    f"The policy's order is illegal for microbatch {mb!r}: {node.name} reads {value!r}, which {source} "
-                    f"makes later. Place {source} before {node.name}."
-                )
-        for earlier in before.get(node.name, ()):
-            if earlier in here and earlier not in done:
-                raise UnsupportedError(
-                    f"The policy's order is illegal for microbatch {mb!r}: {node.name} must follow {earlier}, because "
-                    f"both draw random numbers or have other effects. Place {earlier} before {node.name}."
-                )
+        for source, value in needs[node.name]:
+            if source in done:
+                continue
+            if value is not None:
+                why = f"reads {value!r}, which {source} makes later"
+            else:
+                why = f"must follow {source}, because both draw random numbers or have other effects"
+            raise UnsupportedError(
+                f"The policy's order is illegal for microbatch {mb!r}: {node.name} {why}. Place {source} before "
+                f"{node.name}."
+            )
         done.add(node.name)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 from fxoverlap.config import OverlapConfig
+from fxoverlap.flow import needs_of
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, Slot, nodes_of
 from fxoverlap.schedule.holding import blocks_of, held_bytes
 from fxoverlap.schedule.pairs import edges_between
@@ -205,7 +206,7 @@ class _Issue:
     def __init__(self, f: ChunkGraph | None, b: ChunkGraph | None) -> None:
         self._depth = tuple(0 if chunk is None else chunk.layers for chunk in (f, b))
         self._left = {"F": _nodes(f, (Phase.F,)), "B": _nodes(b, (Phase.B, Phase.W, Phase.R))}
-        self._needs = {"F": _needs(f), "B": _needs(b)}
+        self._needs = {"F": _needs("F", f), "B": _needs("B", b)}
         self._rank = {key: i for i, key in enumerate(self._left["B"])}
         self._w = _by_layer(self._left["B"])
         self._parts = {mb: {key[:2] for key in self._left[mb]} for mb in "FB"}
@@ -275,13 +276,12 @@ def _key(node: ScheduleNode) -> tuple[int | None, Slot, Phase]:
     return node.layer, node.slot, node.phase
 
 
-def _needs(chunk: ChunkGraph | None) -> dict[str, list[tuple]]:
-    """For each node, the nodes whose values it reads, whose effects it must follow, or which a replay follows."""
+def _needs(mb: str, chunk: ChunkGraph | None) -> dict[str, list[tuple]]:
+    """For each node that runs, those that it needs, and those that a replay follows."""
     if chunk is None:
         return {}
-    by_name = {node.name: node for node in chunk.nodes}
-    made_by = {value: node for node in chunk.nodes for value in node.writes}
-    needs = {node.name: [_key(made_by[v]) for v in node.reads if v in made_by] for node in chunk.nodes}
-    for earlier, later in (*chunk.effects, *chunk.replays):
-        needs[later].append(_key(by_name[earlier]))
+    keys = {node.name: _key(node) for node in chunk.nodes}
+    needs = {name: [keys[need.node] for need in own] for name, own in needs_of(mb, chunk).items()}
+    for earlier, later in chunk.replays if mb == "B" else ():
+        needs[later].append(keys[earlier])
     return needs

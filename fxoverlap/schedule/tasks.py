@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fxoverlap.flow import needs_of
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, nodes_of
 from fxoverlap.schedule.simulate import counts_of, groups_of
@@ -49,23 +50,21 @@ def tasks_of(chunks: Mapping[str, ChunkGraph], costs: CostTable, edges: Iterable
     """
     entries = [(mb, node) for mb, chunk in chunks.items() for node in nodes_of(mb, chunk)]
     position = {(mb, node.name): i for i, (mb, node) in enumerate(entries)}
-    follows: dict[int, list[int]] = {}
-    for first, then in [*edges, *_effects(chunks)]:
-        if first in position and then in position:
-            follows.setdefault(position[then], []).append(position[first])
-    tasks = []
-    made_by: dict[tuple[str, str], int] = {}
-    for i, (mb, node) in enumerate(entries):
-        made_by.update(((mb, value), i) for value in node.writes)
+    follows: dict[tuple[str, str], list[int]] = {}
+    for first, then in edges:
+        if first in position:
+            follows.setdefault(then, []).append(position[first])
+    needs = {mb: needs_of(mb, chunk) for mb, chunk in chunks.items()}
     counted = {mb: counts_of(chunk) for mb, chunk in chunks.items()}
     groups = {mb: groups_of(chunk) for mb, chunk in chunks.items()}
-    for i, (mb, node) in enumerate(entries):
-        needs = [made_by[mb, value] for value in node.reads if (mb, value) in made_by]
-        counts = [made_by[mb, v] for v in node.reads if v in counted[mb] and (mb, v) in made_by]
+    tasks = []
+    for mb, node in entries:
+        own = {need: position[mb, need.node] for need in needs[mb][node.name]}
+        before = dict.fromkeys([*own.values(), *follows.get((mb, node.name), ())])
+        counts = dict.fromkeys(i for need, i in own.items() if need.value in counted[mb])
         group = groups[mb][node.name] if node.lane is Lane.COMM else None
-        unique = tuple(dict.fromkeys([*needs, *follows.get(i, ())]))
-        cost, instance = costs[node.name], Instance(node, mb)
-        tasks.append(Task(instance, cost.seconds, group, unique, tuple(dict.fromkeys(counts)), cost.inside))
+        cost = costs[node.name]
+        tasks.append(Task(Instance(node, mb), cost.seconds, group, tuple(before), tuple(counts), cost.inside))
     return tasks
 
 
@@ -116,7 +115,3 @@ def tails(tasks: Sequence[Task]) -> list[float]:
         for need in tasks[i].needs:
             tail[need] = max(tail[need], tail[i] + tasks[i].seconds)
     return tail
-
-
-def _effects(chunks: Mapping[str, ChunkGraph]) -> list[Edge]:
-    return [((mb, one), (mb, other)) for mb, chunk in chunks.items() for one, other in chunk.effects]
