@@ -1,18 +1,18 @@
-"""How values flow between schedule nodes: which node needs which other ones, and which nodes use a value.
+"""How values flow between schedule nodes: which node needs which other ones, and with which one a value dies.
 
-In:  a chunk graph. What a node reads and writes was computed from its ops.
+In:  a chunk graph, or an order of instances of its nodes. What a node reads and writes was computed from its ops.
 Out: names of nodes and values.
 
-What orders, costs or counts nodes takes these facts from here. Only the pass `verify` does not: it finds them
+What orders, costs, counts or frees nodes takes these facts from here. Only the pass `verify` does not: it finds them
 anew from the ops that will run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fxoverlap.ir import ChunkGraph, Lane, ScheduleNode, nodes_of
+from fxoverlap.ir import ChunkGraph, Instance, Lane, Phase, ScheduleNode, nodes_of, runs_forward
 
 
 class Need(NamedTuple):
@@ -54,3 +54,44 @@ def users_of(nodes: Iterable[ScheduleNode]) -> dict[str, list[ScheduleNode]]:
         value: [*reading, *(waiter for reader in reading for waiter in waiters(reader))]
         for value, reading in readers.items()
     }
+
+
+def deaths(order: Sequence[Instance], chunks: Mapping[str, ChunkGraph]) -> list[list[str]]:
+    """For each instance of a plan, the values of its microbatch that die with it.
+
+    A value dies with the last of its users (`users_of`), or with the instance that makes it if there is none. Graph
+    inputs belong to the user and do not die; what a forward hands on does not either. Gradients are delivered by the
+    instance that makes them.
+
+    Args:
+        order: the instances, in the order in which the host issues them.
+        chunks: as in `Plan`.
+    """
+    position = {(each.mb, each.node.name): i for i, each in enumerate(order)}
+    ends: list[list[str]] = [[] for _ in order]
+    for mb, chunk in chunks.items():
+        nodes = [each.node for each in order if each.mb == mb]
+        users, kept = users_of(nodes), _kept(mb, chunk)
+        made_by = {value: node for node in nodes for value in node.writes}
+        for value in made_by | users:
+            if value not in kept:
+                needing = users.get(value) or [made_by[value]]
+                ends[max(position[mb, node.name] for node in needing)].append(value)
+    return ends
+
+
+def read_late(chunk: ChunkGraph) -> set[str]:
+    """The values that other nodes than F read."""
+    return {value for node in chunk.nodes if node.phase is not Phase.F for value in node.reads}
+
+
+def kept_after_forward(chunk: ChunkGraph) -> set[str]:
+    """The values that are needed when F is done: what other nodes read, and the ends of the forward."""
+    joint = chunk.joint
+    ends = (joint.loss, *joint.outputs, *(value for value, _ in joint.mutations)) if joint is not None else ()
+    return read_late(chunk) | set(ends)
+
+
+def _kept(mb: str, chunk: ChunkGraph) -> set[str]:
+    inputs = {each.value for each in chunk.joint.inputs} if chunk.joint is not None else set()
+    return inputs | kept_after_forward(chunk) if runs_forward(mb) else inputs

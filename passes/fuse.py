@@ -14,7 +14,8 @@ from torch import fx, nn
 
 from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import META, ChunkGraph, FusedGraph, Instance, Phase, Plan, ValueRef, runs_forward
+from fxoverlap.flow import kept_after_forward
+from fxoverlap.ir import META, ChunkGraph, FusedGraph, Instance, Plan, ValueRef, runs_forward
 
 
 def fuse(plan: Plan, config: OverlapConfig) -> FusedGraph:
@@ -83,14 +84,6 @@ def _alive_after(plan: Plan) -> list[ValueRef]:
 def _kept_after(mb: str, chunk: ChunkGraph) -> set[str]:
     """What is handed on of one microbatch of a plan."""
     return kept_after_forward(chunk) if runs_forward(mb) else {value for value, _ in _gradients(chunk)}
-
-
-def kept_after_forward(chunk: ChunkGraph) -> set[str]:
-    """The values of F nodes that are needed when F is done."""
-    kept = {value for node in chunk.nodes if node.phase is not Phase.F for value in node.reads}
-    if chunk.joint is not None:
-        kept |= {chunk.joint.loss, *chunk.joint.outputs, *(value for value, _ in chunk.joint.mutations)}
-    return kept
 
 
 def _gradients(chunk: ChunkGraph) -> tuple[tuple[str, str], ...]:

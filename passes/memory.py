@@ -22,7 +22,8 @@ from torch import fx
 
 from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import ChunkGraph, Footprint, Gradient, InputKind, JointGraph, Made, Memory, Phase, ScheduleNode
+from fxoverlap.flow import read_late
+from fxoverlap.ir import ChunkGraph, Footprint, Gradient, InputKind, JointGraph, Made, Memory, ScheduleNode
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.sizes import rows
 
@@ -125,8 +126,8 @@ def _later(one: int | None, other: int | None) -> int | None:
 
 def _of_the_state(chunk: ChunkGraph, joint: JointGraph) -> list[str]:
     """The inputs of which each microbatch has its own: buffers that it writes and reads later, and the tangent."""
-    read_late = {value for node in chunk.nodes if node.phase is not Phase.F for value in node.reads}
-    copied = [target for _, target in joint.mutations if target in read_late]
+    late = read_late(chunk)
+    copied = [target for _, target in joint.mutations if target in late]
     return [*copied, *(each.value for each in joint.inputs if each.kind is InputKind.TANGENT)]
 
 

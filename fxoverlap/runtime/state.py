@@ -14,7 +14,8 @@ import torch
 
 from fxoverlap import compat
 from fxoverlap.errors import StepError
-from fxoverlap.ir import ChunkGraph, GraphInput, InputKind, Phase
+from fxoverlap.flow import kept_after_forward, read_late
+from fxoverlap.ir import ChunkGraph, GraphInput, InputKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,15 @@ class Layout:
         values = dict.fromkeys([*inputs, *(value for node in chunk.nodes for value in node.writes)])
         index = {value: i for i, value in enumerate(values)}
         read = {value for node in chunk.nodes for value in node.reads}
-        read_late = {value for node in chunk.nodes if node.phase is not Phase.F for value in node.reads}
-        ends = {joint.loss, *joint.outputs, *(value for value, _ in joint.mutations)}
+        late, kept = read_late(chunk), kept_after_forward(chunk)
         return Layout(
             index=index,
-            bound=tuple((index[value], each) for value, each in inputs.items() if value in read | ends),
-            snapshots=frozenset(index[target] for _, target in joint.mutations if target in read_late),
+            bound=tuple((index[value], each) for value, each in inputs.items() if value in read | kept),
+            snapshots=frozenset(index[target] for _, target in joint.mutations if target in late),
             loss=index[joint.loss],
             outputs=tuple(index[value] for value in joint.outputs),
             mutations=tuple((index[value], inputs[target].index) for value, target in joint.mutations),
-            needed_late=frozenset(index[value] for value, _ in joint.mutations if value in read_late),
+            needed_late=frozenset(index[value] for value, _ in joint.mutations if value in late),
             gradients=tuple((value, inputs[target]) for value, target in joint.gradients),
         )
 

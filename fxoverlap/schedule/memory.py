@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxoverlap import compat
+from fxoverlap.flow import deaths, kept_after_forward, read_late
 from fxoverlap.ir import (
     ChunkGraph,
     Footprint,
     Gradient,
     InputKind,
     Instance,
-    Lane,
     Made,
     Memory,
     Phase,
@@ -84,13 +84,13 @@ def curve(rounds: Sequence[Round], routing: Routing = "imbalanced", outputs: boo
         outputs: whether the user is given what forward returns besides the loss.
     """
     step = _Step(routing)
-    deaths: dict[int, list[_Deaths]] = {}  # most rounds of a step have the same plan
+    dead: dict[int, list[_Deaths]] = {}  # most rounds of a step have the same plan
     for each in rounds:
         plan = each.plan
-        if id(plan) not in deaths:
-            deaths[id(plan)] = _deaths(plan)
+        if id(plan) not in dead:
+            dead[id(plan)] = _deaths(plan)
         states = {mb: step.state(number, plan.chunks[mb], mb) for mb, number in each.microbatches.items()}
-        for instance, dying in zip(plan.order, deaths[id(plan)], strict=True):
+        for instance, dying in zip(plan.order, dead[id(plan)], strict=True):
             peak = step.run(states[instance.mb], instance.node, dying)
             yield Point(instance, each.microbatches[instance.mb], peak, step.alive)
         for mb, state in states.items():
@@ -111,11 +111,7 @@ def node_bytes(chunk: ChunkGraph) -> dict[str, dict[str, int]]:
         for value in node.reads:
             if value in memory.storages:
                 sides.setdefault(memory.storages[value], set()).add(side_of(node))
-    ends = (
-        set()
-        if chunk.joint is None
-        else {memory.storages[v] for v in _kept_after_forward(chunk) & memory.storages.keys()}
-    )
+    ends = {memory.storages[value] for value in kept_after_forward(chunk) & memory.storages.keys()}
     found = {}
     for node in chunk.nodes:
         own, footprint = side_of(node), memory.footprints[node.name]
@@ -209,7 +205,7 @@ class _Step:
             self._hold(state, storage, STATE)
         if not runs_forward(mb):
             made = {value for node in chunk.nodes if node.phase is Phase.F for value in node.writes}
-            for value in _read_late(chunk) & made & memory.storages.keys():
+            for value in read_late(chunk) & made & memory.storages.keys():
                 self._hold(state, memory.storages[value], value)
         return state
 
@@ -242,7 +238,7 @@ class _Step:
         joint = state.chunk.joint
         if joint is None:
             return
-        late = _read_late(state.chunk)
+        late = read_late(state.chunk)
         for value in {value for value, _ in joint.mutations} - late:
             self._drop(state, value)
         self.alive += state.sizes[state.memory.storages[joint.loss]]
@@ -339,24 +335,9 @@ class _Step:
 
 
 def _deaths(plan: Plan) -> list[_Deaths]:
-    """For each instance of a plan, what dies with it: the rule of the pass `lifetime`."""
-    last: dict[tuple[str, str], int] = {}
-    sent: dict[tuple[str, str], list[tuple[str, str]]] = {}  # result of a launch -> what it sends
-    for position, (node, mb) in enumerate((each.node, each.mb) for each in plan.order):
-        read = [(mb, value) for value in node.reads]
-        arrived = [each for result in read for each in sent.get(result, ())]
-        last.update(dict.fromkeys([*arrived, *read, *((mb, value) for value in node.writes)], position))
-        if node.lane is Lane.COMM:
-            sent.update(((mb, value), read) for value in node.writes)
-    ends: list[list[str]] = [[] for _ in plan.order]
-    kept = {mb: _inputs(chunk) for mb, chunk in plan.chunks.items()}
-    for mb, chunk in plan.chunks.items():
-        kept[mb] |= _kept_after_forward(chunk) if runs_forward(mb) else set()
-    for (mb, value), position in last.items():
-        if value not in kept[mb]:
-            ends[position].append(value)
+    """For each instance of a plan, what dies with it."""
     found = []
-    for dying, instance in zip(ends, plan.order, strict=True):
+    for instance, dying in zip(plan.order, deaths(plan.order, plan.chunks), strict=True):
         reads, writes = set(instance.node.reads), set(instance.node.writes)
         found.append(
             _Deaths(
@@ -366,22 +347,6 @@ def _deaths(plan: Plan) -> list[_Deaths]:
             )
         )
     return found
-
-
-def _inputs(chunk: ChunkGraph) -> set[str]:
-    return {each.value for each in chunk.joint.inputs} if chunk.joint is not None else set()
-
-
-def _read_late(chunk: ChunkGraph) -> set[str]:
-    """The values that other nodes than F read."""
-    return {value for node in chunk.nodes if node.phase is not Phase.F for value in node.reads}
-
-
-def _kept_after_forward(chunk: ChunkGraph) -> set[str]:
-    """The values that do not die in a forward."""
-    joint = chunk.joint
-    ends = (joint.loss, *joint.outputs, *(value for value, _ in joint.mutations)) if joint is not None else ()
-    return _read_late(chunk) | set(ends)
 
 
 def _of_buffers(chunk: ChunkGraph) -> Memory:
