@@ -24,7 +24,7 @@ from fxoverlap.config import Recompute
 from fxoverlap.errors import ConfigError
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, DepthLayer, Lane, NodeCost, Phase, ScheduleNode, Slot
-from fxoverlap.passes.recompute import one_at_a_time
+from fxoverlap.passes.replays import one_at_a_time
 from fxoverlap.schedule.cost import link_seconds, seconds
 
 DISPATCHERS = ("alltoall", "once-a-node")

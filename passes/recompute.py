@@ -17,22 +17,15 @@ functions and up-projections (arXiv 2603.07685).
 Draws: F takes a snapshot of the generator in front of the draw, R draws with it and leaves the generator as it was.
 Where only the shape of an input matters, as for a dropout's mask, R makes an empty tensor instead of that input.
 
-Order: R nodes stand in front of their first reader. `ChunkGraph.replays` says what else the built-in policies keep:
-a replay begins when the backward is done with the layers behind its own, and with the heads between; and behind its
-first exchange it goes on when their weight gradients are computed. So the replayed values of one region at a time are
-alive, none beside logits, and weight gradients cover a replayed exchange. With `Recompute.prefetch` a replay begins
-when the layers behind have launched their last exchange: what they compute after it covers the first exchange of the
-replay, which waits behind that one for them and their weight gradients.
+Order: as `replays` says.
 
 Raises UnsupportedError as `regions` does.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +34,12 @@ from torch import fx
 
 from fxoverlap import compat
 from fxoverlap.config import OverlapConfig
-from fxoverlap.ir import META, ChunkGraph, Exchange, JointGraph, Lane, Phase, Role, ScheduleNode, Slot
+from fxoverlap.ir import META, ChunkGraph, Exchange, JointGraph, Phase, Role, Slot
 from fxoverlap.passes import op_facts
-from fxoverlap.passes.cut import Assignment, Key, assignment, make_nodes, remake_views
+from fxoverlap.passes.cut import Assignment, assignment, make_nodes, remake_views
 from fxoverlap.passes.op_facts import aten
 from fxoverlap.passes.regions import Region, regions
+from fxoverlap.passes.replays import depth_of, key_order, one_at_a_time, replayed_together
 
 # Of their first argument these read sizes, strides, dtype and device only.
 SHAPE_READERS = (
@@ -69,14 +63,13 @@ def recompute(chunk: ChunkGraph, config: OverlapConfig) -> ChunkGraph:
     for region in found:
         replay.add(region)
     joint = replace(chunk.joint, exchanges=(*chunk.joint.exchanges, *replay.exchanges()))
-    ends = _ends(found, keys)
+    ends = replayed_together(found, keys)
     # A region may read a view of a buffer that is made outside of it.
     remake_views(joint, keys)
     _drop_unread(joint, keys)
-    nodes = make_nodes(joint, keys, _key_order(chunk, keys), chunk.depths)
+    nodes = make_nodes(joint, keys, key_order(chunk, keys), chunk.depths)
     prefetch = config.recompute is not None and config.recompute.prefetch
-    replays = one_at_a_time(nodes, ends, prefetch)
-    return replace(chunk, joint=joint, nodes=nodes, replays=tuple(replays))
+    return replace(chunk, joint=joint, nodes=nodes, replays=tuple(one_at_a_time(nodes, ends, prefetch)))
 
 
 recompute.stage = "chunk"  # type: ignore[attr-defined]
@@ -98,7 +91,7 @@ class _Replay:
 
     def add(self, region: Region) -> None:
         """Replay one region."""
-        depths = {_depth(self._keys[op]) for op in region.ops}
+        depths = {depth_of(self._keys[op]) for op in region.ops}
         saved = self._saved(region, depths)
         wanted: set[fx.Node] = set()
         readers: dict[fx.Node, list[fx.Node]] = {}
@@ -135,7 +128,7 @@ class _Replay:
     def _is_backward(self, user: fx.Node, depths: set[float]) -> bool:
         """Whether an op belongs to the backward of a region at these depths."""
         key = self._keys.get(user)
-        return key is not None and key[2] in (Phase.B, Phase.W) and _depth(key) in depths
+        return key is not None and key[2] in (Phase.B, Phase.W) and depth_of(key) in depths
 
     def _saved(self, region: Region, depths: set[float]) -> set[fx.Node]:
         """The ops whose results the region keeps; of several with one storage, the one that allocated it.
@@ -242,18 +235,6 @@ class _Replay:
         return state
 
 
-def _depth(key: Key) -> float:
-    """How far back in the chunk the backward of a node is: the number of its layer, more behind the layers.
-
-    The backward of what precedes the layers goes with the first of them. That of the head of a depth of multi-token
-    prediction runs before those of the depth's layers.
-    """
-    layer, slot, _ = key
-    if layer is not None:
-        return layer + 0.5 if slot is Slot.MTP_POST else layer
-    return 0 if slot is Slot.PRE_PROCESS else math.inf
-
-
 def _is_in_flight(op: fx.Node) -> bool:
     """Whether the op is a launch, or one result of a launch that has several."""
     return op_facts.is_collective(op.args[0] if op.target is operator.getitem else op)  # type: ignore[arg-type]
@@ -334,100 +315,3 @@ def _drop_unread(joint: JointGraph, keys: Assignment) -> None:
         if keys[op][2] is Phase.F and not op.users and not op_facts.has_effect(op):
             graph.erase_node(op)
             del keys[op]
-
-
-def _key_order(chunk: ChunkGraph, keys: Assignment) -> list[Key]:
-    """The nodes of the chunk with each R node in front of its first reader."""
-    order = [(node.layer, node.slot, node.phase) for node in chunk.nodes]
-    rank = {key: i for i, key in enumerate(order)}
-    first: dict[Key, int] = {}
-    for op in sorted((op for op in keys if keys[op][2] is Phase.R), reverse=True):
-        readers = [
-            first.get(keys[user], len(order)) if keys[user][2] is Phase.R else rank[keys[user]] for user in op.users
-        ]
-        first[keys[op]] = min([*readers, first.get(keys[op], len(order))])
-    before: dict[int, list[Key]] = {}
-    for key in first:
-        before.setdefault(first[key], []).append(key)
-    found: list[Key] = []
-    for i, key in enumerate(order):
-        found += sorted(before.get(i, ()), key=lambda again: rank.get((again[0], again[1], Phase.F), -1))
-        found.append(key)
-    return found
-
-
-def _ends(found: Sequence[Region], keys: Assignment) -> dict[float, float]:
-    """For each depth the last of those that are replayed together with it.
-
-    Regions that share a depth are replayed together, with all between the first and the last depth of a region: else
-    the replay of one would wait for a backward that needs it.
-    """
-    first = {depth: depth for depth in map(_depth, keys.values())}  # where the longest begins that ends at a depth
-    for region in found:
-        own = {_depth(keys[op]) for op in region.ops if op in keys}
-        if own:
-            first[max(own)] = min(first[max(own)], *own)
-    ends: dict[float, float] = {}
-    start = last = math.inf
-    for depth in sorted(first, reverse=True):
-        if depth < start:
-            last = depth
-        start = min(start, first[depth])
-        ends[depth] = last
-    return ends
-
-
-def one_at_a_time(
-    nodes: Sequence[ScheduleNode], end: Mapping[float, float], prefetch: bool = False
-) -> Iterator[tuple[str, str]]:
-    """`ChunkGraph.replays` of nodes.
-
-    Args:
-        nodes: of a chunk.
-        end: for a depth (`_depth`), the last of those that are replayed together with it; itself where it is not said.
-        prefetch: see `Recompute.prefetch`.
-    """
-
-    def group(node: ScheduleNode) -> float:
-        depth = _depth((node.layer, node.slot, node.phase))
-        return end.get(depth, depth)
-
-    backward: dict[float, list[ScheduleNode]] = {}
-    for node in nodes:
-        if node.phase in (Phase.B, Phase.W):
-            backward.setdefault(group(node), []).append(node)
-    groups = sorted(backward)
-    again = [node for node in nodes if node.phase is Phase.R]
-    made_by = {value: node for node in again for value in node.writes}
-    replayed = {group(node) for node in again}
-    exchanging = {group(node) for node in again if node.lane is Lane.COMM}
-    for node in again:
-        own = group(node)
-        sources = [made_by[value] for value in node.reads if value in made_by]
-        is_late = any(each.lane is Lane.COMM for each in sources) if own in exchanging else not sources
-        for each in _behind(own, groups, replayed):
-            inputs = [one for one in backward[each] if one.phase is Phase.B]
-            before = [] if sources else inputs
-            if prefetch and own in exchanging:
-                before = inputs if is_late else before[: _to_last_launch(before)]
-            if is_late and (each in replayed or _is_head(each)):
-                before = [*before, *(one for one in backward[each] if one.phase is Phase.W)]
-            yield from ((one.name, node.name) for one in before)
-
-
-def _to_last_launch(nodes: Sequence[ScheduleNode]) -> int:
-    """The number of nodes up to the last that launches an exchange; all if none does."""
-    launches = [i for i, node in enumerate(nodes) if node.lane is Lane.COMM]
-    return launches[-1] + 1 if launches else len(nodes)
-
-
-def _behind(own: float, groups: Sequence[float], replayed: set[float]) -> Sequence[float]:
-    """The groups of the backward from behind `own` to the next layers, heads that are not replayed in between."""
-    rest = groups[bisect.bisect_right(groups, own) :]
-    heads = next((i for i, each in enumerate(rest) if each in replayed or not _is_head(each)), len(rest))
-    return rest[: heads + 1]
-
-
-def _is_head(depth: float) -> bool:
-    """Whether what runs at this depth (`_depth`) is a head, the main one or one of multi-token prediction."""
-    return depth == math.inf or depth % 1 != 0
