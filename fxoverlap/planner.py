@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxoverlap import compat
@@ -23,9 +23,9 @@ from fxoverlap.capture import Capture, capture
 from fxoverlap.config import OverlapConfig
 from fxoverlap.costing import Costs, Tables, reduced, structure_of
 from fxoverlap.errors import ConfigError, UnsupportedError
+from fxoverlap.fingerprints import fingerprint
 from fxoverlap.ir import ChunkGraph, CostTable, FusedGraph, InputKind, JointGraph, Plan, Round
 from fxoverlap.microbatch import Leaves, Microbatch
-from fxoverlap.passes import op_facts
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
 from fxoverlap.ramp import why_alone
 from fxoverlap.refusals import check_leaves
@@ -51,10 +51,6 @@ PAIRS = ("FF", "BB")
 
 # There may be as many as sequences of variants.
 _KEPT_FINGERPRINTS = 32
-
-# Ranks may differ in these: a group object, a factor that does not change the plan, and costs, which are reduced.
-_MAY_DIFFER = ("process_group", "grad_scale", "costs")
-_COMPARED = tuple(each.name for each in fields(OverlapConfig) if each.name not in _MAY_DIFFER)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,19 +323,12 @@ class Planner:
         return self.built(dict(zip(labels_of(kind), (earlier, later), strict=True)))
 
     def fingerprint(self, programs: list[Built]) -> Fingerprint:
-        """What is equal on two ranks if they run the same programs in a step; no lengths, costs or tensors."""
+        """What is equal on two ranks if they run the same programs in a step."""
         key = tuple(id(built) for built in programs)
         if key not in self._fingerprints:
-            lines = [f"{name} = {_stable(getattr(self._config, name))}" for name in _COMPARED]
-            plans = [built.fused.plan for built in programs]
-            chunks = [chunk for plan in plans for chunk in plan.chunks.values()]
-            texts = dict.fromkeys([*map(_effects_table, chunks), *map(str, plans)])
-            lines += [line for text in texts for line in text.splitlines()]
-            number = {text: i for i, text in enumerate(texts)}
-            lines += [f"program {i} of the step: plan {number[str(plan)]}" for i, plan in enumerate(plans)]
             if len(self._fingerprints) >= _KEPT_FINGERPRINTS:
                 self._fingerprints.pop(next(iter(self._fingerprints)))
-            self._fingerprints[key] = Fingerprint.of(lines)
+            self._fingerprints[key] = fingerprint([built.fused.plan for built in programs], self._config)
         return self._fingerprints[key]
 
     def groups(self) -> list[dist.ProcessGroup]:
@@ -441,47 +430,6 @@ def _groups(joint: JointGraph) -> tuple[str, ...]:
     names = compat.group_names() if dist.is_available() and dist.is_initialized() else set()
     given = (argument for node in joint.module.graph.nodes if node.op == "call_function" for argument in node.args)
     return tuple(dict.fromkeys(each for each in given if isinstance(each, str) and each in names))
-
-
-def _effects_table(chunk: ChunkGraph) -> str:
-    """One line a schedule node, with the ops in it that ranks must run in the same order."""
-    assert chunk.joint is not None
-    by_name = {node.name: node for node in chunk.joint.module.graph.nodes}
-    groups: dict[str, int] = {}
-    lines = []
-    for node in chunk.nodes:
-        ops = [by_name[op] for op in node.ops if op_facts.keeps_order(by_name[op])]
-        lines.append(" ".join([node.name, *(_effect(op, groups) for op in ops)]))
-    return "\n".join(lines)
-
-
-def _effect(op: fx.Node, groups: dict[str, int]) -> str:
-    """The name of an op with an effect; of a collective also the group and what must have equal shapes on all ranks.
-
-    Groups are numbered by first appearance, because their names may differ between ranks.
-    """
-    name = str(op.target)
-    group = op.args[-1] if op.args else None
-    if not (op_facts.is_collective(op) and isinstance(group, str)):
-        return name
-    number = groups.setdefault(group, len(groups))
-    sent = []
-    fx.node.map_arg(op.args[0], lambda source: sent.append(source.meta["val"]))
-    # All-to-alls may send other lengths on other ranks, and so may a size that only the data decides.
-    is_free = op_facts.is_launch(op)
-    shapes = ["" if is_free else [n if isinstance(n, int) else "?" for n in each.shape] for each in sent]
-    what = [f"{each.dtype}{shape}" for each, shape in zip(sent, shapes, strict=True)]
-    what += [repr(each) for each in op.args[1:-1] if isinstance(each, (str, int)) and not is_free]
-    return f"{name}({', '.join(what)}, group {number} of {compat.process_group(group).size()})"
-
-
-def _stable(value: Any) -> str:
-    """A text of a config field without addresses."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(_stable(each) for each in value)})"
-    if hasattr(value, "__qualname__"):
-        return str(value.__qualname__)
-    return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
 
 def _too_many(config: OverlapConfig, variants: list[Key], now: Key, leaves: Leaves) -> str:
