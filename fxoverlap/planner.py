@@ -8,14 +8,12 @@ structures, and anew when what these cost changes (see `costing`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fxoverlap import compat
 from fxoverlap.budget import Budget, Level
@@ -24,7 +22,8 @@ from fxoverlap.config import OverlapConfig
 from fxoverlap.costing import Costs, Tables, reduced, structure_of
 from fxoverlap.errors import ConfigError, UnsupportedError
 from fxoverlap.fingerprints import fingerprint
-from fxoverlap.ir import ChunkGraph, CostTable, FusedGraph, InputKind, JointGraph, Plan, Round
+from fxoverlap.groups import groups_in, groups_of_step
+from fxoverlap.ir import ChunkGraph, CostTable, FusedGraph, InputKind, Plan, Round
 from fxoverlap.microbatch import Leaves, Microbatch
 from fxoverlap.pipeline import PassRecord, to_chunk, to_fused
 from fxoverlap.ramp import why_alone
@@ -332,38 +331,9 @@ class Planner:
         return self._fingerprints[key]
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups whose ranks run the same step: the config's, else those of the graph's collectives.
-
-        Before the first capture: the one group that the modules hold, as an object or by its name. Groups of one rank
-        are left out.
-        """
-        if not (dist.is_available() and dist.is_initialized()):
-            return []
-        asked = self._config.process_group
-        if isinstance(asked, str) and asked not in compat.group_names():
-            raise ConfigError(
-                f"OverlapConfig.process_group is {asked!r}, but the process groups are "
-                f"{', '.join(sorted(compat.group_names()))}. Give the group itself, or its group_name."
-            )
-        if asked is not None:
-            found = [asked]
-        else:
-            found = list(dict.fromkeys(name for each in self._variants.values() for name in each.groups))
-        groups = [compat.process_group(each) if isinstance(each, str) else each for each in found or self._held()]
-        return [group for group in groups if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1]
-
-    def _held(self) -> list[dist.ProcessGroup]:
-        """The group that the modules hold, if it is one; of several, only the graph can tell which are used."""
-        names = compat.group_names()
-        held: dict[str, dist.ProcessGroup] = {}
-        for module in self._model.modules():
-            for value in vars(module).values():
-                for each in _flat(value):
-                    if isinstance(each, dist.ProcessGroup):
-                        held[each.group_name] = each
-                    elif isinstance(each, str) and each in names:
-                        held[each] = compat.process_group(each)
-        return list(held.values()) if len(held) == 1 else []
+        """The groups whose ranks run the same step."""
+        names = dict.fromkeys(name for each in self._variants.values() for name in each.groups)
+        return groups_of_step(self._config.process_group, list(names), self._model)
 
     def _capture(self, microbatch: Microbatch) -> Variant:
         captured = capture(self._model, microbatch, self._config)
@@ -382,7 +352,7 @@ class Planner:
         }
         structure = structure_of(chunk)
         self.costs.add(structure, chunk)
-        dtype, groups = loss.meta["val"].dtype, _groups(joint)
+        dtype, groups = loss.meta["val"].dtype, groups_in(joint)
         alone = {kind: why for kind in PAIRS if (why := why_alone(chunk, kind, captured.born)) is not None}
         return Variant(captured, chunk, structure, Layout.of(chunk), constants, born, dtype, groups, alone)
 
@@ -397,15 +367,6 @@ def _dump(plan: Plan) -> None:
     chunk = next(iter(plan.chunks.values()))
     compat.trace_artifact(f"fxoverlap_plan_{plan.kind}", lambda: str(plan))
     compat.trace_artifact(f"fxoverlap_golden_{plan.kind}", lambda: golden(chunk, plan))
-
-
-def _flat(value: Any) -> Iterable[Any]:
-    """A value, or what a container or a device mesh holds directly."""
-    if isinstance(value, DeviceMesh):
-        return value.get_all_groups()
-    if isinstance(value, (list, tuple)):
-        return value
-    return value.values() if type(value) is dict else (value,)
 
 
 @contextlib.contextmanager
@@ -423,13 +384,6 @@ def set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor | None]) -> 
     for fqn, value in values.items():
         owner, _, name = fqn.rpartition(".")
         setattr(model.get_submodule(owner), name, value)
-
-
-def _groups(joint: JointGraph) -> tuple[str, ...]:
-    """Names of the process groups of a graph's collectives."""
-    names = compat.group_names() if dist.is_available() and dist.is_initialized() else set()
-    given = (argument for node in joint.module.graph.nodes if node.op == "call_function" for argument in node.args)
-    return tuple(dict.fromkeys(each for each in given if isinstance(each, str) and each in names))
 
 
 def _too_many(config: OverlapConfig, variants: list[Key], now: Key, leaves: Leaves) -> str:
