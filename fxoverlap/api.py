@@ -3,15 +3,14 @@
     model, microbatch --capture--> JointGraph --pipeline--> ChunkGraph --schedule--> Plan --pipeline--> FusedGraph
     --runtime--> losses and gradients
 
-`planner` keeps what was captured and planned; this module is what users call.
+`planner` keeps what was captured and planned, `ready` agrees with the other ranks; this module is what users call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -20,36 +19,27 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from fxoverlap import compat
-from fxoverlap.budget import Level
 from fxoverlap.capture import TensorLeaf
 from fxoverlap.config import OverlapConfig
 from fxoverlap.errors import ConfigError, UnsupportedError
 from fxoverlap.ir import Plan, Round, runs_forward
-from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
-from fxoverlap.planner import Built, Planner, Variant, set_buffers
+from fxoverlap.planner import Planner, Variant, set_buffers
+from fxoverlap.ready import Preparation, Ready
 from fxoverlap.report import Report, golden, make_report, write_timeline
 from fxoverlap.runtime import (
-    Fingerprint,
     MicrobatchState,
     Peers,
     Progress,
     Recorder,
-    Standing,
     StepProfile,
-    agree,
     all_or_nothing,
     held_accumulators,
     interrupts,
     recorded,
-    report_failure,
     run,
-    share,
     step_error,
     watched,
 )
-
-# Ranks that make their models in the same order give them the same numbers.
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +101,7 @@ class OverlappedModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For `pickle` and `copy.deepcopy`: all but profiles, and what was captured, which holds its tensors."""
-        left_out = ("_planner", "_profiling", "_profiled")
+        left_out = ("_planner", "_preparation", "_profiling", "_profiled")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,9 +111,7 @@ class OverlappedModel(nn.Module):
     def _begin_anew(self) -> None:
         """Nothing has been captured, and no step has run."""
         self._planner = Planner(self.module, self.config)
-        self._number = next(_numbers)
-        self._attempts = 0
-        self._last_failed = False
+        self._preparation = Preparation(self._planner)
         self._microbatches: int | None = None
         self._profiling: list[StepProfile] | None = None
         self._profiled: list[StepProfile] = []
@@ -142,24 +130,7 @@ class OverlappedModel(nn.Module):
 
     def prepare(self, microbatch: Any) -> None:
         """Capture and plan for microbatches like this one, without running anything."""
-        given, planner = as_microbatch(microbatch), self._planner
-        variants = planner.variants_for([flatten(given)], [given])
-        planner.prepare(variants * 3, self._level_by_itself(variants) if planner.budget.is_set else None)
-
-    def _level_by_itself(self, variants: list[Variant]) -> Level:
-        """The level that a step over three such microbatches would have if there were no other ranks; else over one.
-
-        Raises ConfigError if there is none.
-        """
-        planner, budget = self._planner, self._planner.budget
-        excess: list[int] = []
-        for many in (variants * 3, variants):
-            excess.clear()
-            for level in budget.levels:
-                excess.append(budget.excess(planner.peak(many, level)))
-                if excess[-1] <= 0:
-                    return level
-        raise budget.refusal(excess, 1)
+        self._preparation.by_itself(microbatch)
 
     def step(self, microbatches: Sequence[Any], outputs: bool = True) -> StepResult:
         """Forward and backward of all microbatches; gradients accumulate in `.grad` as in eager.
@@ -180,7 +151,7 @@ class OverlappedModel(nn.Module):
             return self._step(microbatches, outputs)
 
     def _step(self, microbatches: Sequence[Any], outputs: bool) -> StepResult:
-        ready = self._get_ready(microbatches)
+        ready = self._preparation.get_ready(microbatches)
         self._microbatches = len(ready.given)
         result, progress = StepResult([], []), Progress()
         peers = Peers(ready.groups, ready.session, ready.agreement) if ready.groups else None
@@ -189,16 +160,15 @@ class OverlappedModel(nn.Module):
             try:
                 self._run(ready, result, outputs, progress, recorder)
             except (Exception, KeyboardInterrupt) as error:
-                self._last_failed = True
+                self._preparation.last_failed = True
                 raise step_error(error, progress, ready.groups, peers) from error
-        self._last_failed = False
         if recorder is not None and self._profiling is not None:
             rounds = [Round(b.fused.plan, numbers) for b, numbers in zip(ready.programs, ready.rounds, strict=True)]
             self._profiling.append(recorder.finish(rounds, [each.structure for each in ready.variants], outputs))
         return result
 
     def _run(
-        self, ready: _Ready, result: StepResult, outputs: bool, progress: Progress, recorder: Recorder | None
+        self, ready: Ready, result: StepResult, outputs: bool, progress: Progress, recorder: Recorder | None
     ) -> None:
         """The rounds of a step, one after the other."""
         targets = [*self.module.parameters(), *(leaf for part in ready.parts for leaf in part.tensors())]
@@ -287,110 +257,7 @@ class OverlappedModel(nn.Module):
             self._planner.costs.of(variant.structure),
         )
 
-    def _given(self, microbatches: Sequence[Any]) -> list[Microbatch]:
-        if isinstance(microbatches, (torch.Tensor, dict, Microbatch, str)) or not isinstance(microbatches, Sequence):
-            raise ConfigError(
-                f"step: microbatches is a {type(microbatches).__name__}, expected a list of microbatches, each a tuple "
-                f"of positional arguments, a dict of keyword arguments, or a Microbatch. Write step([microbatch])."
-            )
-        if not microbatches:
-            raise ConfigError("step: there is no microbatch; expected a list of at least one.")
-        return [as_microbatch(each) for each in microbatches]
-
-    def _get_ready(self, microbatches: Sequence[Any]) -> _Ready:
-        """Capture and plan what is missing, and agree with the other ranks, before anything runs."""
-        self._attempts += 1
-        ready = _Ready(f"{self._number}.{self._attempts}")
-        failure: BaseException | None = None
-        try:
-            ready.given = self._given(microbatches)
-            ready.parts = [flatten(each) for each in ready.given]
-            ready.variants = self._planner.variants_for(ready.parts, ready.given)
-            ready.has_news = self._planner.has_news(ready.variants)
-            if not ready.has_news:
-                self._plan(ready)
-            interrupts.check()
-        except (Exception, KeyboardInterrupt) as error:
-            failure = error
-        ready.groups = self._planner.groups()
-        own = self._standing(ready, failure)
-        self._last_failed = False
-        if failure is not None and not ready.groups:
-            report_failure(ready.agreement, failure)
-        agreed = agree(ready.groups, own, ready.agreement)
-        ready.session = agreed.session
-        if agreed.has_news:
-            self._plan_together(ready)
-        return ready
-
-    def _plan(self, ready: _Ready) -> None:
-        ready.programs = self._planner.prepare(ready.variants)
-        ready.rounds = self._planner.rounds(len(ready.variants))
-
-    def _plan_together(self, ready: _Ready) -> None:
-        """Share costs with the other ranks, plan with what all of them know, and agree on the plans."""
-        planner, first, ready.has_news = self._planner, ready.agreement, False
-        last = f"{first}/costs"
-        told, terms = share(ready.groups, planner.own_news(ready.variants), planner.reduce_news, last, first)
-        failure: BaseException | None = None
-        try:
-            if planner.costs.agree(told):
-                planner.budget.forget()
-            interrupts.check()
-        except (Exception, KeyboardInterrupt) as error:
-            failure = error
-        # Where the ranks' configs differ in what decides, their plans will not be agreed on.
-        if planner.budget.is_set and len(terms) == 1:
-            last, failure = self._stay_in_budget(ready, failure, f"{first}/memory", last)
-        try:
-            if failure is None:
-                self._plan(ready)
-        except (Exception, KeyboardInterrupt) as error:
-            failure = error
-        ready.agreement = f"{first}/plans"
-        ready.session = agree(ready.groups, self._standing(ready, failure), ready.agreement, last).session
-
-    def _stay_in_budget(
-        self, ready: _Ready, failure: BaseException | None, session: str, before: str
-    ) -> tuple[str, BaseException | None]:
-        """Find, together, the first level at which a step fits into the budget of every rank.
-
-        Args:
-            ready: the step.
-            failure: what has kept this rank from planning, if anything has.
-            session, before: as for `share`; levels have sessions of their own.
-
-        Returns: the last session, and what keeps this rank from planning now. A failure ends the search on all ranks.
-        Raises ConfigError, on every rank, if there is no such level.
-        """
-        planner, budget = self._planner, self._planner.budget
-        structures = [each.structure for each in ready.variants]
-        start = share(ready.groups, budget.start(structures), max, session, before)
-        last, most = session, []
-        for number in budget.numbers(start):
-            last, before, excess = f"{session}/{number}", last, 0
-            try:
-                if failure is None:
-                    interrupts.check()
-                    excess = budget.excess(planner.peak(ready.variants, budget.levels[number]))
-            except (Exception, KeyboardInterrupt) as error:
-                failure = error
-            has_failed, excess = share(ready.groups, (failure is not None, excess), max, last, before)
-            if has_failed:
-                return last, failure
-            if excess <= 0:
-                budget.choose(structures, ready.variants, number)
-                return last, failure
-            most.append(excess)
-        raise budget.refusal(most, len(ready.variants))
-
-    def _standing(self, ready: _Ready, failure: BaseException | None) -> Standing:
-        """What this rank tells the others."""
-        is_planned = failure is None and not ready.has_news and ready.groups
-        plans = self._planner.fingerprint(ready.programs) if is_planned else Fingerprint()
-        return Standing(len(ready.given), plans, failure, self._last_failed, ready.has_news)
-
-    def _begin(self, number: int, ready: _Ready) -> MicrobatchState:
+    def _begin(self, number: int, ready: Ready) -> MicrobatchState:
         variant, leaves, own = ready.variants[number], ready.parts[number], ready.given[number].grad_scale
         scale = self.config.grad_scale if own is None else own
         return MicrobatchState.begin(
@@ -419,33 +286,6 @@ class OverlappedModel(nn.Module):
             leaves = [tensors[leaf.index] if isinstance(leaf, TensorLeaf) else leaf for leaf in spec.leaves]
             kept = compat.unflatten(leaves, spec.spec)
         result.outputs.append(kept)
-
-
-@dataclass(slots=True)
-class _Ready:
-    """What a step has before anything runs.
-
-    Attributes:
-        agreement: what the ranks call the agreement before this step.
-        session: what they call the step.
-        groups: those whose ranks run it together; none if there is one rank.
-        given, parts, variants: one each a microbatch.
-        held: parameters and microbatch tensors whose accumulation may have hooks.
-        programs: in the order in which they run.
-        rounds: for each of them, the number of the microbatch that each `Instance.mb` stands for.
-        has_news: whether there are no programs yet, because this rank has costs to share.
-    """
-
-    agreement: str
-    session: str = ""
-    groups: list[dist.ProcessGroup] = field(default_factory=list)
-    given: list[Microbatch] = field(default_factory=list)
-    parts: list[Leaves] = field(default_factory=list)
-    variants: list[Variant] = field(default_factory=list)
-    programs: list[Built] = field(default_factory=list)
-    rounds: list[dict[str, int]] = field(default_factory=list)
-    held: frozenset[int] = frozenset()
-    has_news: bool = False
 
 
 def _add_prefix(overlapped: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
