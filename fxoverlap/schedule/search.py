@@ -18,7 +18,7 @@ before time does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxoverlap.hardware import Hardware
@@ -263,40 +263,61 @@ class _Grid:
 
 def _queues(tasks: Sequence[Task]) -> list[list[_Bundle]]:
     """The bundles of each queue, in order."""
-    members: dict[tuple[str, str], list[list[int]]] = {}
+    queues = _members(tasks)
+    place = {
+        number: (q, position)
+        for q, queue in enumerate(queues)
+        for position, members in enumerate(queue)
+        for number in members
+    }
+    tail = tails(tasks)
+    found = []
+    for q, queue in enumerate(queues):
+        bundles = []
+        for members, lead in zip(queue, _leads(queue, tasks), strict=True):
+            path = tasks[members[0]].seconds + tail[members[0]]
+            bundles.append(_Bundle(q, tuple(members), _after(q, members, tasks, place), path, lead))
+        found.append(bundles)
+    return found
+
+
+def _members(tasks: Sequence[Task]) -> list[list[list[int]]]:
+    """The positions of the tasks of each bundle of each queue."""
+    queues: dict[tuple[str, str], list[list[int]]] = {}
     for number, task in enumerate(tasks):
-        queue = members.setdefault(_queue_of(task), [])
+        queue = queues.setdefault(_queue_of(task), [])
         # What stands between the two in another queue may need the first.
         if task.group is not None and queue and all(i <= queue[-1][0] or i in queue[-1] for i in task.needs):
             queue[-1].append(number)
         else:
             queue.append([number])
-    place = {
-        number: (q, position)
-        for q, queue in enumerate(members.values())
-        for position, bundle in enumerate(queue)
-        for number in bundle
-    }
-    tail = tails(tasks)
-    found = []
-    for q, queue in enumerate(members.values()):
-        bundles: list[_Bundle] = []
-        lead: float | None = None
-        for members_of in reversed(queue):
-            after: dict[int, int] = {}
-            for other, position in (place[need] for number in members_of for need in tasks[number].needs):
-                if other != q:
-                    after[other] = max(after.get(other, 0), position + 1)
-            first = tasks[members_of[0]]
-            computing = first.seconds if first.group is None else 0.0
-            if any(tasks[number].group is not None for number in members_of):
-                lead = computing
-            elif lead is not None:
-                lead += computing
-            path = first.seconds + tail[members_of[0]]
-            bundles.append(_Bundle(q, tuple(members_of), tuple(after.items()), path, lead))
-        found.append(bundles[::-1])
-    return found
+    return list(queues.values())
+
+
+def _after(
+    q: int, members: Sequence[int], tasks: Sequence[Task], place: Mapping[int, tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """`_Bundle.after` of a bundle; `place` is the (queue, bundle) of each task."""
+    after: dict[int, int] = {}
+    for other, position in (place[need] for number in members for need in tasks[number].needs):
+        if other != q:
+            after[other] = max(after.get(other, 0), position + 1)
+    return tuple(after.items())
+
+
+def _leads(queue: Sequence[Sequence[int]], tasks: Sequence[Task]) -> list[float | None]:
+    """`_Bundle.lead` of each bundle of a queue."""
+    found: list[float | None] = []
+    lead: float | None = None
+    for members in reversed(queue):
+        first = tasks[members[0]]
+        computing = first.seconds if first.group is None else 0.0
+        if any(tasks[number].group is not None for number in members):
+            lead = computing
+        elif lead is not None:
+            lead += computing
+        found.append(lead)
+    return found[::-1]
 
 
 def _ends(
