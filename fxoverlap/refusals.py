@@ -77,43 +77,51 @@ def refuse_what_cannot_be_traced(model: nn.Module, config: OverlapConfig) -> Non
             'set OverlapConfig.hooks="trace" to capture what they do to tensors.'
         )
     for fqn, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise UnsupportedError(
-                f"Module {fqn or 'model'!r} is a DistributedDataParallel, which cannot be traced. Transform the module "
-                f"inside it (.module), and reduce gradients over the data-parallel ranks after step()."
-            )
-        if config.hooks == "refuse" and compat.hooks(module):
-            raise UnsupportedError(
-                f"Module {fqn or type(module).__name__!r} has forward or backward hooks, whose Python would not run in "
-                f'a step. Remove them, or set OverlapConfig.hooks="trace" to capture what they do to tensors.'
-            )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise UnsupportedError(
-                f"Module {fqn or type(module).__name__!r} makes sparse gradients, which cannot be scheduled. "
-                f"Use sparse=False."
-            )
+        _refuse_module(fqn, module, config)
     for fqn, buffer in model.named_buffers():
         if buffer.requires_grad:
             raise UnsupportedError(
                 f"Buffer {fqn} requires a gradient, which a step could not deliver. Register it as a parameter."
             )
     for fqn, tensor in tensors:
-        if tensor.is_inference():
-            raise UnsupportedError(
-                f"{fqn} was made in torch.inference_mode, so that autograd cannot use it. Make the model outside."
-            )
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise UnsupportedError(
-                f"{fqn} is a {type(tensor).__name__}; only plain tensors can be transformed so far. "
-                f"Transform the model before it is wrapped."
-            )
-        if tensor.layout is not torch.strided:
-            raise UnsupportedError(f"{fqn} has the layout {tensor.layout}, expected a dense tensor. Use .to_dense().")
-        if tensor.device.type != "cpu":
-            raise UnsupportedError(
-                f"{fqn} is on {tensor.device}; this version of fxoverlap runs on CPU process groups only. "
-                f"Move the model to the CPU."
-            )
+        _refuse_tensor(fqn, tensor)
+
+
+def _refuse_module(fqn: str, module: nn.Module, config: OverlapConfig) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise UnsupportedError(
+            f"Module {fqn or 'model'!r} is a DistributedDataParallel, which cannot be traced. Transform the module "
+            f"inside it (.module), and reduce gradients over the data-parallel ranks after step()."
+        )
+    if config.hooks == "refuse" and compat.hooks(module):
+        raise UnsupportedError(
+            f"Module {fqn or type(module).__name__!r} has forward or backward hooks, whose Python would not run in "
+            f'a step. Remove them, or set OverlapConfig.hooks="trace" to capture what they do to tensors.'
+        )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        raise UnsupportedError(
+            f"Module {fqn or type(module).__name__!r} makes sparse gradients, which cannot be scheduled. "
+            f"Use sparse=False."
+        )
+
+
+def _refuse_tensor(fqn: str, tensor: torch.Tensor) -> None:
+    if tensor.is_inference():
+        raise UnsupportedError(
+            f"{fqn} was made in torch.inference_mode, so that autograd cannot use it. Make the model outside."
+        )
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        raise UnsupportedError(
+            f"{fqn} is a {type(tensor).__name__}; only plain tensors can be transformed so far. "
+            f"Transform the model before it is wrapped."
+        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"{fqn} has the layout {tensor.layout}, expected a dense tensor. Use .to_dense().")
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"{fqn} is on {tensor.device}; this version of fxoverlap runs on CPU process groups only. "
+            f"Move the model to the CPU."
+        )
 
 
 def refuse_checkpoint(*args: Any, **kwargs: Any) -> None:
