@@ -67,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     tokens = "in each microbatch of the step that is explained"
     explain.add_argument("--tokens", type=_count, nargs="+", default=[64, 64], metavar="N", help=tokens)
 
+    _add_simulate(commands)
+    bench = commands.add_parser("bench", help="measure on this machine")
+    _add_benches(bench.add_subparsers(required=True, metavar="WHAT"))
+    return parser
+
+
+def _add_simulate(commands: Any) -> None:
     predict = _add(commands, "simulate", _simulate, "predict a step of a large model on machines that are not here")
     which = predict.add_mutually_exclusive_group(required=True)
     which.add_argument("--preset", choices=tuple(models.PRESETS), help="a published model")
@@ -85,9 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     copies = "how tokens travel: a copy for each of their experts, or one for each node that has some"
     predict.add_argument("--dispatcher", choices=DISPATCHERS, default=DISPATCHERS[0], help=copies)
 
-    bench = commands.add_parser("bench", help="measure on this machine")
-    benches = bench.add_subparsers(required=True, metavar="WHAT")
 
+def _add_benches(benches: Any) -> None:
     two = _add(benches, "two-hosts", _two_hosts, "two ranks joined by a slow link")
     two.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
     _add_sizes(two, Settings())
@@ -118,7 +124,6 @@ def _parser() -> argparse.ArgumentParser:
 
     depth = _add(benches, "transform", _transform, "time of the transformation itself")
     depth.add_argument("--layers", type=_count, default=16, help="physical layers, [*E] x half of it")
-    return parser
 
 
 def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], dict[str, Any]], about: str) -> Any:
