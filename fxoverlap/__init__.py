@@ -9,8 +9,9 @@ if not (_here / "passes").exists() and (_here.parent / "passes" / "op_facts.py")
     # In a checkout, subpackages stand beside this package; an install puts them where they are looked for.
     __path__.append(str(_here.parent))
 
-from fxoverlap.compat import check_torch_version  # noqa: E402
+from fxoverlap.versions import check_torch_version  # noqa: E402
 
+# Before anything else of the package is imported: private APIs of another release may not be there.
 check_torch_version(torch.__version__)
 
 from fxoverlap.api import OverlappedModel, StepResult, transform  # noqa: E402

@@ -47,21 +47,6 @@ from torch.fx.traceback import annotate, annotate_fn, preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SUPPORTED_TORCH = ((2, 11), (2, 14))
-
-
-def check_torch_version(version: str) -> None:
-    """Raise ImportError unless `version` is one of the torch releases that fxoverlap was checked on."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    found = (int(match[1]), int(match[2])) if match else (0, 0)
-    low, high = SUPPORTED_TORCH
-    if not low <= found <= high:
-        raise ImportError(
-            f"fxoverlap needs torch {low[0]}.{low[1]} to {high[0]}.{high[1]}, found {version}. "
-            f"Install a supported release, for example `pip install torch=={high[0]}.{high[1]}.*`."
-        )
-
-
 # --- joint export (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
