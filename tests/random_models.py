@@ -19,7 +19,7 @@ from hybrid_patterns import group_start
 from hypothesis import strategies as st
 from random_blocks import PLAIN, Plain
 from torch import Tensor, nn
-from toys import RawMoE
+from toys import RawMoE, random_order
 
 import fxoverlap as fxo
 from fxoverlap.ir import Phase
@@ -280,28 +280,8 @@ def shuffled(seed: int) -> Callable[..., Order]:
 
     def policy(f: Any, b: Any, costs: Any, config: Any) -> Order:
         rng = random.Random(seed)
-        phases = (Phase.B, Phase.R, Phase.W) if rng.random() < 0.5 else (Phase.B, Phase.R)
-        left = [(node, "F") for node in (f.nodes if f else ()) if node.phase is Phase.F]
-        left += [(node, "B") for node in (b.nodes if b else ()) if node.phase in phases]
-        made_by = {("F", v): n.name for n in (f.nodes if f else ()) if n.phase is Phase.F for v in n.writes}
-        made_by |= {("B", v): n.name for n in (b.nodes if b else ()) if n.phase is not Phase.F for v in n.writes}
-        effects = {"F": f.effects if f else (), "B": b.effects if b else ()}
-        here = {(mb, node.name) for node, mb in left}
-        done: set[tuple[str, str]] = set()
-        order: Order = []
-
-        def ready(entry: tuple[Any, str]) -> bool:
-            node, mb = entry
-            needs = {made_by.get((mb, value)) for value in node.reads} - {None, node.name}
-            needs |= {earlier for earlier, later in effects[mb] if later == node.name and (mb, earlier) in here}
-            return all((mb, need) in done for need in needs)
-
-        while left:
-            entry = rng.choice([each for each in left if ready(each)])
-            left.remove(entry)
-            done.add((entry[1], entry[0].name))
-            order.append(entry)
-        return order
+        without = () if rng.random() < 0.5 else (Phase.W,)
+        return random_order({mb: each for mb, each in (("F", f), ("B", b)) if each is not None}, rng, without=without)
 
     return policy
 

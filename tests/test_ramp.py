@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from toys import Made, batches, differences, eager_step, toy, train_both
+from toys import Made, batches, differences, eager_step, random_order, toy, train_both
 
 import fxoverlap as fxo
 from fxoverlap.errors import UnsupportedError, VerifyError
-from fxoverlap.ir import META, ChunkGraph, Lane, Phase, Plan, Slot, nodes_of, runs_forward
+from fxoverlap.ir import META, ChunkGraph, Lane, Phase, Plan, Slot, runs_forward
 from fxoverlap.passes.verify import verify
 from fxoverlap.pipeline import to_fused
 from fxoverlap.report.golden import arrivals
@@ -183,27 +183,17 @@ def test_w_that_is_left_out_keeps_the_order(group: dist.ProcessGroup) -> None:
         plan.plan_of(order, found.chunks, found.costs)
 
 
-def random_order(chunks: Mapping[str, ChunkGraph], kind: str, choose: random.Random) -> Order:
-    """Any order in which values are made before they are read, and in which what must keeps its order."""
-    left = [(node, mb) for mb, each in chunks.items() for node in nodes_of(mb, each)]
-    before = [((earlier, mb), (later, mb)) for mb, each in chunks.items() for earlier, later in each.effects]
+def random_pair(chunks: Mapping[str, ChunkGraph], kind: str, choose: random.Random) -> Order:
+    """Any order that is legal, and in which what must keeps its order between the two microbatches."""
     one, two = chunks
-    before += [((earlier, one), (later, two)) for earlier, later, _ in edges_between(*chunks.values(), kind)]
-    order: Order = []
-    while left:
-        made_later = {(mb, value) for node, mb in left for value in node.writes}
-        waiting = {(node.name, mb) for node, mb in left}
-        held = {later for earlier, later in before if earlier in waiting}
-        free = [e for e in left if not any((e[1], v) in made_later for v in e[0].reads)]
-        order.append(choose.choice([e for e in free if (e[0].name, e[1]) not in held]))
-        left.remove(order[-1])
-    return order
+    edges = edges_between(*chunks.values(), kind)
+    return random_order(chunks, choose, [((each.earlier, one), (each.later, two)) for each in edges])
 
 
 def in_random_order(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     """Let the nodes of pairs come in random legal orders."""
     choose = random.Random(seed)
-    monkeypatch.setattr(plan, "pair", lambda chunks, costs, config, kind: random_order(chunks, kind, choose))
+    monkeypatch.setattr(plan, "pair", lambda chunks, costs, config, kind: random_pair(chunks, kind, choose))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 import fxoverlap as fxo
-from fxoverlap.ir import Phase
+from fxoverlap.flow import needs_of
+from fxoverlap.ir import ChunkGraph, Phase, ScheduleNode, nodes_of
 from fxoverlap.microbatch import as_microbatch
 from fxoverlap.models import HybridModel
 
@@ -184,26 +185,41 @@ class RawModel(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+def random_order(
+    chunks: Mapping[str, ChunkGraph],
+    choose: random.Random,
+    before: Iterable[tuple[tuple[str, str], tuple[str, str]]] = (),
+    without: Sequence[Phase] = (),
+) -> list[tuple[ScheduleNode, str]]:
+    """Any order of the nodes of a plan in which every value is made before it is read and effects keep theirs.
+
+    Args:
+        chunks: by `Instance.mb`.
+        choose: takes one of the nodes that are ready.
+        before: what else must come before what, as pairs of (name of the node, microbatch).
+        without: phases whose nodes are left out.
+    """
+    left = [(node, mb) for mb, chunk in chunks.items() for node in nodes_of(mb, chunk) if node.phase not in without]
+    needs = {
+        (name, mb): {(need.node, mb) for need in own}
+        for mb, chunk in chunks.items()
+        for name, own in needs_of(mb, chunk).items()
+    }
+    for earlier, later in before:
+        needs[later].add(earlier)
+    order = []
+    while left:
+        waiting = {(node.name, mb) for node, mb in left}
+        order.append(choose.choice([(node, mb) for node, mb in left if not needs[node.name, mb] & waiting]))
+        left.remove(order[-1])
+    return order
+
+
 class RandomOrder:
-    """A policy: any order in which every value is made before it is read and effects keep theirs."""
+    """A policy: `random_order`."""
 
     def __init__(self) -> None:
         self.random = random.Random(0)
 
-    def __call__(self, f: Any, b: Any, costs: Any, config: Any) -> list[tuple]:
-        left = [(n, "F") for n in f.nodes if n.phase is Phase.F] if f else []
-        left += [(n, "B") for n in b.nodes if n.phase is not Phase.F] if b else []
-        effects = [(mb, edge) for mb, each in (("F", f), ("B", b)) if each for edge in each.effects]
-        order = []
-        while left:
-            made_later = {(mb, value) for node, mb in left for value in node.writes}
-            waiting = {(mb, node.name) for node, mb in left}
-            held = {(mb, later) for mb, (earlier, later) in effects if (mb, earlier) in waiting}
-            ready = [
-                (node, mb)
-                for node, mb in left
-                if (mb, node.name) not in held and not any((mb, value) in made_later for value in node.reads)
-            ]
-            order.append(self.random.choice(ready))
-            left.remove(order[-1])
-        return order
+    def __call__(self, f: Any, b: Any, costs: Any, config: Any) -> list[tuple[ScheduleNode, str]]:
+        return random_order({mb: each for mb, each in (("F", f), ("B", b)) if each is not None}, self.random)
