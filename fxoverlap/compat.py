@@ -139,7 +139,12 @@ def non_strict_tracing() -> Iterator[None]:
         compiler._is_compiling_flag = previous
 
 
-_COMPOSITES = ("dropout.default", "matmul.default", "lstm.input", "lstm.data", "gru.input", "gru.data")
+_COMPOSITES = (
+    *("dropout.default", "matmul.default", "lstm.input", "lstm.data", "gru.input", "gru.data"),
+    *("upsample_linear1d.vec", "upsample_trilinear3d.vec"),
+    *(f"upsample_{kind}2d.{overload}" for kind in ("bilinear", "bicubic") for overload in ("default", "vec")),
+    *("multi_margin_loss.default", "multilabel_margin_loss_forward.default"),
+)
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -156,7 +161,8 @@ def eager_composites() -> Iterator[None]:
     """Trace what eager computes where torch registers a Python decomposition that computes otherwise.
 
     On a CPU, eager's dropout multiplies by a mask that was divided by 1 - p; the decomposition multiplies by the mask,
-    then by 1 / (1 - p), which rounds differently.
+    then by 1 / (1 - p), which rounds differently. Those of interpolations and of margin losses sum in another order,
+    and that of multilabel_margin_loss gives another loss where a list of labels ends before its last place.
     """
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     own = {"dropout.default": _dropout}

@@ -156,6 +156,33 @@ def test_matmul_is_traced_as_what_eager_computes() -> None:
     assert targets(module).count(aten.mm.default) == 2 and aten.bmm.default not in targets(module)
 
 
+LABELS = torch.tensor([[0, 2, -1, 1]] * 4)
+OTHERWISE_DECOMPOSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.interpolate(x[None], scale_factor=2.3, mode="linear"),
+    "trilinear": lambda x: F.interpolate(x[None, None, None], size=(1, 5, 7), mode="trilinear", align_corners=True),
+    "multi margin loss": lambda x: F.multi_margin_loss(x * 3, torch.tensor([0, 2, 3, 1])),
+    "multilabel margin loss": lambda x: F.multilabel_margin_loss(x, LABELS),
+    **{
+        f"{mode} by {size}": lambda x, mode=mode, more=more: F.interpolate(x[None, None], mode=mode, **more)
+        for mode in ("bilinear", "bicubic")
+        for size, more in (("factor", {"scale_factor": 1.7}), ("size", {"size": (5, 7), "align_corners": True}))
+    },
+    "bilinear by overload": lambda x: aten.upsample_bilinear2d.default(x[None, None], [5, 7], False),
+    "bicubic by overload": lambda x: aten.upsample_bicubic2d.default(x[None, None], [5, 7], False),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE_DECOMPOSED)
+def test_ops_with_decompositions_that_round_otherwise_are_traced_whole(name: str) -> None:
+    function = OTHERWISE_DECOMPOSED[name]
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss = Loss(lambda x: function(x).square())
+    module = export(loss, x)
+    expected = loss(x)
+    (value,), (gradient,) = module([x.detach()], [torch.ones(())])
+    assert torch.equal(value, expected) and torch.equal(gradient, torch.autograd.grad(expected, x)[0])
+
+
 def test_compile_is_ignored_while_tracing_and_not_before_or_after() -> None:
     compiled: list[Any] = []
 
