@@ -111,7 +111,7 @@ class OverlappedModel(nn.Module):
     def _begin_anew(self) -> None:
         """Nothing has been captured, and no step has run."""
         self._planner = Planner(self.module, self.config)
-        self._preparation = Preparation(self._planner)
+        self._preparation = Preparation(self._planner, self.module)
         self._microbatches: int | None = None
         self._profiling: list[StepProfile] | None = None
         self._profiled: list[StepProfile] = []

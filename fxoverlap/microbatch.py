@@ -1,14 +1,15 @@
 """One microbatch in one form, whatever the user handed over.
 
 `as_microbatch` takes a tuple of positional arguments (a plain tuple), a dict of keyword arguments, a `Microbatch`, or
-one bare argument, and gives a `Microbatch`. `flatten` gives its leaves with their paths; keyword arguments are sorted
-by name, so that their order does not matter.
+one bare argument, and gives a `Microbatch`. `in_order` brings keyword arguments into one order where a forward cannot
+see it, so that one capture serves all. `flatten` gives the leaves with their paths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def as_microbatch(given: Any) -> Microbatch:
     return Microbatch((given,))
 
 
+def in_order(microbatch: Microbatch, forward: Callable[..., Any]) -> Microbatch:
+    """The same arguments: keywords that `forward` names sorted by name, then the others, whose order its `**` shows."""
+    if len(microbatch.kwargs) < 2:
+        return microbatch
+    parameters = inspect.signature(forward).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        named = {each.name for each in parameters} & microbatch.kwargs.keys()
+    else:
+        named = set(microbatch.kwargs)
+    order = [*sorted(named), *(key for key in microbatch.kwargs if key not in named)]
+    return replace(microbatch, kwargs={key: microbatch.kwargs[key] for key in order})
+
+
 @dataclass(frozen=True, slots=True)
 class Leaves:
     """A microbatch taken apart.
@@ -73,8 +87,7 @@ class Leaves:
 
 def flatten(microbatch: Microbatch) -> Leaves:
     """Take a microbatch apart; `unflatten` puts it together again."""
-    kwargs = {key: microbatch.kwargs[key] for key in sorted(microbatch.kwargs)}
-    with_paths, spec = compat.flatten_with_path((microbatch.args, kwargs))
+    with_paths, spec = compat.flatten_with_path((microbatch.args, dict(microbatch.kwargs)))
     paths = tuple(("args" if path.startswith("[0]") else "kwargs") + path[3:] for path, _ in with_paths)
     return Leaves(tuple(value for _, value in with_paths), paths, spec)
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fxoverlap.budget import Level
 from fxoverlap.errors import ConfigError
-from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten
+from fxoverlap.microbatch import Leaves, Microbatch, as_microbatch, flatten, in_order
 from fxoverlap.planner import Built, Planner, Variant
 from fxoverlap.runtime import Fingerprint, Standing, agree, interrupts, report_failure, share
 
@@ -61,15 +62,15 @@ class Preparation:
         last_failed: whether the last step failed after all ranks had begun it.
     """
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+    def __init__(self, planner: Planner, module: nn.Module) -> None:
+        self._planner, self._module = planner, module
         self._number = next(_numbers)
         self._attempts = 0
         self.last_failed = False
 
     def by_itself(self, microbatch: Any) -> None:
         """Capture and plan for microbatches like this one, without the other ranks."""
-        given, planner = as_microbatch(microbatch), self._planner
+        given, planner = in_order(as_microbatch(microbatch), self._module.forward), self._planner
         variants = planner.variants_for([flatten(given)], [given])
         planner.prepare(variants * 3, self._level(variants) if planner.budget.is_set else None)
 
@@ -94,7 +95,7 @@ class Preparation:
         ready = Ready(f"{self._number}.{self._attempts}")
         failure: BaseException | None = None
         try:
-            ready.given = _microbatches(microbatches)
+            ready.given = [in_order(each, self._module.forward) for each in _microbatches(microbatches)]
             ready.parts = [flatten(each) for each in ready.given]
             ready.variants = self._planner.variants_for(ready.parts, ready.given)
             ready.has_news = self._planner.has_news(ready.variants)

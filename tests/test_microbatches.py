@@ -177,6 +177,28 @@ def test_b98_keywords_are_bound_by_name() -> None:
     assert all(same_bits(loss, result.losses[0]) for loss in result.losses)
 
 
+class AnyKeywords(nn.Module):
+    """Weighs what it gets by any name by where it stands among them, and names one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        return sum((i * self.linear(each)).square().sum() for i, each in enumerate((x, *others.values()), 1))
+
+
+def test_b98_keywords_that_forward_does_not_name_keep_their_order() -> None:
+    overlapped = fxo.transform(AnyKeywords())
+
+    def given(step: int) -> list[dict[str, Tensor]]:
+        x, a, b = (numbers(10 * step + i) for i in range(3))
+        return [{"x": x, "a": a, "b": b}, {"b": b, "a": a, "x": x}, {"b": b, "x": x, "a": a}]
+
+    assert train_both(overlapped, given) == []
+    assert overlapped.report().variants == 2  # where x stands does not matter
+
+
 def test_a_list_and_a_tuple_of_microbatches_are_the_same() -> None:
     overlapped = fxo.transform(Named())
     given = [(numbers(i),) for i in range(3)]
