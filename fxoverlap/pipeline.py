@@ -6,8 +6,9 @@ Out: a ChunkGraph, or a FusedGraph that `verify` has accepted, and a `PassRecord
 A pass is a function `(graph, config) -> graph` with an attribute `stage`: "joint", "chunk" or "plan". The lists are
 data: `default_passes()` can be printed, cut and extended, and handed back as `OverlapConfig.passes`.
 
-What passes tell one another is checked between them: every op of a joint graph has its tag; exchanges that a pass adds
-behind `exchanges` are analysed anew; and a value's life is ended once, by one pass.
+What passes tell one another is checked between them: each returns a graph of its stage; every op of a joint graph has
+its tag; exchanges that a pass adds behind `exchanges` are analysed anew; and a value's life is ended once, by one pass.
+Where the list is the user's, whatever goes wrong in a pass is an UnsupportedError that names it.
 
 Where TORCH_TRACE is set, graphs before and after each pass become artifacts of torch's structured log.
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.dumps import dump
-from fxoverlap.errors import UnsupportedError
+from fxoverlap.errors import FxOverlapError, UnsupportedError
 from fxoverlap.ir import META, ChunkGraph, FusedGraph, JointGraph, OpTag, Plan, ValueRef
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.bytes import bytes
@@ -46,6 +47,13 @@ Pass = Callable[[Any, OverlapConfig], Any]
 JOINT_PASSES: tuple[Pass, ...] = (simplify, exchanges, layers, partition, split)
 CHUNK_PASSES: tuple[Pass, ...] = (cut, mtp, wgrad, recompute, bytes, memory, extract)
 PLAN_PASSES: tuple[Pass, ...] = (fuse, lanes, lifetime)
+
+# What a pass of each stage may return; `cut` and `fuse` are where one kind of graph becomes the other.
+GRAPHS: dict[str, tuple[type, ...]] = {
+    "joint": (JointGraph,),
+    "chunk": (JointGraph, ChunkGraph),
+    "plan": (Plan, FusedGraph),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,12 @@ def to_chunk(joint: JointGraph, config: OverlapConfig, records: list[PassRecord]
             f"The chunk passes ended with a {type(graph).__name__}, expected a ChunkGraph. "
             f"OverlapConfig.passes must hold `cut` or a pass that does its work."
         )
+    for name, missing in (("memory", graph.memory is None), ("extract", not graph.modules)):
+        if missing:
+            raise UnsupportedError(
+                f"The chunk passes ended with a ChunkGraph without what `{name}` adds, which plans need. "
+                f"OverlapConfig.passes must hold `{name}` or a pass that does its work."
+            )
     return graph
 
 
@@ -105,7 +119,7 @@ def _run(graph: Any, passes: Sequence[Pass], config: OverlapConfig, records: lis
         name = getattr(each, "__name__", repr(each))
         dump(f"{each.stage}_{name}_before", graph)  # type: ignore[attr-defined]
         before, start = _size(graph), time.perf_counter()
-        graph = each(graph, config)
+        graph = _call(each, name, graph, config)
         records.append(PassRecord(name, time.perf_counter() - start, before, _size(graph)))
         dump(f"{each.stage}_{name}_after", graph)  # type: ignore[attr-defined]
         if isinstance(graph, JointGraph):
@@ -113,6 +127,33 @@ def _run(graph: Any, passes: Sequence[Pass], config: OverlapConfig, records: lis
         elif isinstance(graph, FusedGraph):
             _check_lives(graph, name, ended_by)
     return graph
+
+
+def _call(each: Pass, name: str, graph: Any, config: OverlapConfig) -> Any:
+    """What a pass returns.
+
+    Raises UnsupportedError, naming the pass, for what is no graph of its stage, and for what a pass of the user raises.
+    """
+    subject, stage = f"The pass {name}", each.stage  # type: ignore[attr-defined]
+    try:
+        returned = each(graph, config)
+    except FxOverlapError:
+        raise
+    except Exception as error:
+        if config.passes is None:
+            raise
+        raise UnsupportedError(
+            f"{subject} (stage {stage!r} of OverlapConfig.passes), given a {type(graph).__name__}, raised "
+            f"{type(error).__name__}: {error}. Repair it, or see that what it needs comes before it, as in "
+            f"fxoverlap.pipeline.default_passes()."
+        ) from error
+    if not isinstance(returned, GRAPHS[stage]):
+        allowed = " or a ".join(kind.__name__ for kind in GRAPHS[stage])
+        raise UnsupportedError(
+            f"{subject} (stage {stage!r} of OverlapConfig.passes) returned a {type(returned).__name__}, expected a "
+            f"{allowed}. A pass returns the graph that it was given, or a changed one."
+        )
+    return returned
 
 
 def _check_tags(joint: JointGraph, name: str) -> None:

@@ -131,3 +131,44 @@ def test_b22_what_the_backward_reads_is_not_freed_in_forward(group: dist.Process
     frees_saved.stage = "plan"  # type: ignore[attr-defined]
     with pytest.raises(VerifyError, match="handed on behind the forward, but an earlier node freed it"):
         transformed(group, behind(lifetime, frees_saved))
+
+
+def fails(graph: Any, config: fxo.OverlapConfig) -> Any:
+    return {}["no such key"]
+
+
+def returns_nothing(graph: Any, config: fxo.OverlapConfig) -> None:
+    pass
+
+
+WRONG = [
+    (fails, ("The pass fails", "raised KeyError: 'no such key'", "default_passes()")),
+    (returns_nothing, ("The pass returns_nothing", "returned a NoneType, expected a", "A pass returns the graph")),
+]
+
+
+@pytest.mark.parametrize("stage", ["joint", "chunk", "plan"])
+@pytest.mark.parametrize(("wrong", "parts"), WRONG)
+def test_pass_that_fails_or_returns_no_graph_is_named(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, wrong: Any, parts: tuple[str, ...], stage: str
+) -> None:
+    monkeypatch.setattr(wrong, "stage", stage, raising=False)
+    with pytest.raises(fxo.UnsupportedError) as caught:
+        transformed(group, behind(None, wrong))
+    text = str(caught.value)
+    assert [part for part in (*parts, f"stage {stage!r} of OverlapConfig.passes") if part not in text] == [], text
+    assert isinstance(caught.value.__cause__, KeyError) == (wrong is fails)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("cut", "The pass mtp .*, given a JointGraph, raised AttributeError.*what it needs comes before it"),
+        ("memory", "must hold `memory`"),
+        ("extract", "must hold `extract`"),
+        ("fuse", "The pass lanes .*, given a Plan, raised AttributeError"),
+    ],
+)
+def test_pass_that_others_need_is_missing(group: dist.ProcessGroup, missing: str, said: str) -> None:
+    with pytest.raises(fxo.UnsupportedError, match=said):
+        transformed(group, [each for each in default_passes() if each.__name__ != missing])

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fxoverlap.config import OverlapConfig
-from fxoverlap.errors import UnsupportedError
+from fxoverlap.errors import FxOverlapError, UnsupportedError
 from fxoverlap.flow import needs_of
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Phase, Plan, ScheduleNode, nodes_of
 from fxoverlap.schedule.cost import default_costs, of_plan
@@ -48,8 +48,9 @@ def build_plan(
         costs = _default_costs(chunks, config)
     if config.schedule == "auto":
         return plan_of(auto(f, b, costs, config, room), chunks, costs)
-    policy = config.schedule if callable(config.schedule) else FIXED[config.schedule]
-    return plan_of(_as_order(policy(f, b, costs, config)), chunks, costs)
+    if not callable(config.schedule):
+        return plan_of(list(FIXED[config.schedule](f, b, costs, config)), chunks, costs)
+    return plan_of(_order_of(config.schedule, f, b, costs, config), chunks, costs)
 
 
 def build_pair(
@@ -100,7 +101,20 @@ def _default_costs(chunks: Mapping[str, ChunkGraph], config: OverlapConfig) -> C
     return of_plan(chunks, {mb: default_costs(chunk, config) for mb, chunk in chunks.items()})
 
 
-def _as_order(returned: object) -> Order:
+def _order_of(
+    policy: Callable[..., object], f: ChunkGraph | None, b: ChunkGraph | None, costs: CostTable, config: OverlapConfig
+) -> Order:
+    """What a policy of the user returns. Raises UnsupportedError for what is no list, and for whatever it raises."""
+    try:
+        returned = policy(f, b, costs, config)
+    except FxOverlapError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"The policy {getattr(policy, '__name__', repr(policy))} raised {type(error).__name__}: {error}. It is "
+            f"called as policy(f, b, costs, config), with None for f or b in a round that has no forward or backward; "
+            f"here {'f' if f is None else 'b' if b is None else 'neither'} is None."
+        ) from error
     if not isinstance(returned, Sequence):
         raise UnsupportedError(
             f'The policy returned {returned!r}; expected a list of pairs of a ScheduleNode and "F" or "B".'
