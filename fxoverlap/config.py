@@ -178,7 +178,9 @@ class OverlapConfig:
         for name in ("layers", "mtp_layers"):
             value = getattr(self, name)
             globs = [value] if isinstance(value, str) else value
-            if not isinstance(globs, Sequence) or not all(isinstance(glob, str) and glob for glob in globs):
+            if not isinstance(globs, Sequence) or not all(
+                isinstance(glob, str) and all(glob.split(".")) for glob in globs
+            ):
                 raise _reject(name, value, "an FQN glob such as 'layers.*', or a sequence of them")
         if not _is_sequence(self.opaque) or not all(isinstance(each, (str, type)) for each in self.opaque):
             raise _reject("opaque", self.opaque, "a sequence of module types or FQN globs")

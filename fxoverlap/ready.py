@@ -10,7 +10,7 @@ which the step fits into every rank's budget, plan, and agree once more; each of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,10 +184,12 @@ class Preparation:
 
 
 def _microbatches(microbatches: Sequence[Any]) -> list[Microbatch]:
-    if isinstance(microbatches, (torch.Tensor, dict, Microbatch, str)) or not isinstance(microbatches, Sequence):
+    is_one = isinstance(microbatches, (torch.Tensor, dict, Microbatch, str))
+    if is_one or not isinstance(microbatches, Sequence):
+        remedy = "step(list(...))" if isinstance(microbatches, Iterable) and not is_one else "step([microbatch])"
         raise ConfigError(
             f"step: microbatches is a {type(microbatches).__name__}, expected a list of microbatches, each a tuple "
-            f"of positional arguments, a dict of keyword arguments, or a Microbatch. Write step([microbatch])."
+            f"of positional arguments, a dict of keyword arguments, or a Microbatch. Write {remedy}."
         )
     if not microbatches:
         raise ConfigError("step: there is no microbatch; expected a list of at least one.")

@@ -32,11 +32,15 @@ def check_leaves(leaves: Leaves) -> None:
             if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
                 reason = f"a {type(value).__name__} of layout {value.layout}, expected a plain dense tensor"
             elif value.device.type != "cpu":
-                reason = f"on {value.device}, expected the CPU"
+                reason = f"on {value.device}, expected the CPU; move it there"
             elif value.requires_grad and not value.is_leaf:
                 reason = "the result of a computation that requires a gradient, expected a leaf; pass it detached"
         elif not isinstance(value, (type(None), bool, int, float, complex, str, torch.dtype, torch.device)):
-            reason = f"a {type(value).__name__}, expected a tensor, None, a number or a string"
+            reason = (
+                f"of type {type(value).__name__}, expected a tensor, None, a number or a string, or a tuple, list, "
+                f"dict, NamedTuple or registered dataclass of them; make a tensor of an array, and register a "
+                f"dataclass of your own with torch.export.register_dataclass"
+            )
         if reason is not None:
             raise UnsupportedError(f"The microbatch's {path} is {reason}.")
 
@@ -50,7 +54,8 @@ def check_signature(model: nn.Module, microbatch: Microbatch) -> None:
         given = [type(each).__name__ for each in microbatch.args] + [f"{name}=" for name in microbatch.kwargs]
         raise CaptureError(
             f"The microbatch ({', '.join(given)}) does not fit {type(model).__name__}.forward{signature}: {error}. "
-            f"step takes a list of microbatches, each a tuple of positional arguments or a dict of keyword arguments."
+            f"A microbatch is a tuple of positional arguments or a dict of keyword arguments; step takes a list of "
+            f"them, and transform's example_inputs is one."
         ) from error
 
 
@@ -223,7 +228,8 @@ def refuse_weights_summed_in_turn(joint: JointGraph, autocast: set[torch.dtype])
                 raise UnsupportedError(
                     f"Parameter {params[target]} has {terms} gradients in a microbatch, one of them through a cast "
                     f"that autocast makes once for all microbatches: eager sums them in another order in the first "
-                    f"one than in later ones. Use torch.autocast(..., cache_enabled=False), or enter it in forward."
+                    f"one than in later ones. Use torch.autocast(..., cache_enabled=False), or enter it in forward, "
+                    f"with no torch.autocast block, not even one that is off, around the step."
                 )
 
 

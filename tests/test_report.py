@@ -141,6 +141,16 @@ def test_layers_that_match_nothing_are_a_warning(field: str, group: dist.Process
     assert "matches no module" not in " ".join(default.report().warnings)
 
 
+@pytest.mark.parametrize(("field", "other"), [("layers", "layers.*"), ("mtp_layers", "mtp.*")])
+def test_one_of_several_globs_that_matches_nothing_is_a_warning(
+    field: str, other: str, group: dist.ProcessGroup
+) -> None:
+    config = fxo.OverlapConfig(**{field: (other, "blocks.*")})
+    warnings = fxo.transform(toy("[*E]/[*E]", group), config, example_inputs=batches(1)[0]).report().warnings
+    assert [each for each in warnings if "but 'blocks.*' matches no module" in each] == list(warnings)
+    assert len(warnings) == 1
+
+
 def test_name_of_no_process_group_is_refused(group: dist.ProcessGroup) -> None:
     overlapped = fxo.transform(toy("*-"), fxo.OverlapConfig(process_group="nope"))
     with pytest.raises(fxo.ConfigError, match=rf"process_group is 'nope'.*{group.group_name}.*group_name"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, Instance, JointGraph, Lane, Phase, Plan
@@ -26,11 +26,20 @@ def warnings_of(
     has_weights = any(node.phase is Phase.W for node in chunk.nodes)
     physical = chunk.joint.physical if chunk.joint is not None else ()
     if config.layers != OverlapConfig().layers and not physical:
-        warnings.append(f"OverlapConfig.layers={config.layers!r} matches no module, so no layer has edges of its own.")
+        warnings.append(
+            f"OverlapConfig.layers={config.layers!r} matches no module that the forward runs, so no layer has edges of "
+            f"its own. Set it to the FQN glob of the model's layers."
+        )
     if config.mtp_layers not in ((), OverlapConfig().mtp_layers) and not chunk.depths:
         warnings.append(
-            f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches no module, so there are no MTP depths."
+            f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches no module that the forward runs, so there are no "
+            f"MTP depths. Set it to the FQN glob of the model's depths, or leave it out."
         )
+    if chunk.joint is not None and physical:
+        warnings += _idle_globs("layers", config.layers, [layer.fqn for layer in physical])
+    if chunk.joint is not None and chunk.depths:
+        inside = [layer.fqn for layer in physical if layer.depth is not None]
+        warnings += _idle_globs("mtp_layers", config.mtp_layers, inside)
     if chunk.joint is not None:
         warnings += [*_lists_of_depths(chunk.joint, config), *_parts_of_depths(chunk.joint, config)]
     if config.delay_wgrad and has_weights and count_moved(plan.order) == 0:
@@ -65,6 +74,19 @@ def _of_recompute(chunk: ChunkGraph, config: OverlapConfig) -> list[str]:
             f"replay would need from there."
         )
     return warnings
+
+
+def _idle_globs(field: str, globs: str | Sequence[str], fqns: Sequence[str]) -> list[str]:
+    """Of several globs, those that match none of these layers, nor what holds one."""
+    if isinstance(globs, str):
+        return []
+    prefixes = {prefix for fqn in fqns for prefix in accumulate(_parts(fqn), "{}.{}".format)}
+    idle = [glob for glob in globs if not any(matches(prefix, glob) for prefix in prefixes)]
+    return [
+        f"OverlapConfig.{field}={globs!r}, but {glob!r} matches no module that the forward runs, or only parts of what "
+        f"another glob matches, so it has no effect. Correct it, or leave it out."
+        for glob in idle
+    ]
 
 
 def _lists_of_depths(joint: JointGraph, config: OverlapConfig) -> list[str]:
