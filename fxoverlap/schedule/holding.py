@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxoverlap.flow import users_of
-from fxoverlap.ir import ChunkGraph, CostTable, NodeCost, ScheduleNode
+from fxoverlap.ir import ChunkGraph, CostTable, NodeCost
 from fxoverlap.schedule.memory import side_of
 from fxoverlap.schedule.tasks import Task
 
@@ -41,13 +41,15 @@ def blocks_of(chunks: Mapping[str, ChunkGraph], tasks: Sequence[Task], costs: Co
     position = {(task.instance.mb, task.instance.node.name): i for i, task in enumerate(tasks)}
     blocks = []
     for mb, chunk in chunks.items():
-        readers = _readers(chunk)
+        users = users_of(chunk.nodes)
         for node in chunk.nodes:
             cost, made = costs.get(node.name, NodeCost()), position.get((mb, node.name))
-            for size, reading in ((cost.passed, _own_side(node, readers)), (cost.kept, _later(node, readers))):
-                until = tuple(position[mb, each] for each in reading if (mb, each) in position)
+            using = dict.fromkeys(user for value in node.writes for user in users.get(value, ()))
+            here = [user for user in using if (mb, user.name) in position]
+            for size, is_kept in ((cost.passed, False), (cost.kept, True)):
+                until = [position[mb, user.name] for user in here if (side_of(user) > side_of(node)) == is_kept]
                 if size and (made is not None or until):
-                    blocks.append(Block(size, made, until))
+                    blocks.append(Block(size, made, tuple(until)))
     return blocks
 
 
@@ -68,20 +70,3 @@ def held_bytes(order: Sequence[int], tasks: Sequence[Task], blocks: Iterable[Blo
         most = max(most, alive + max(tasks[task].inside, more))
         alive += more - less
     return most
-
-
-def _readers(chunk: ChunkGraph) -> dict[str, list[ScheduleNode]]:
-    """The nodes that use what a node writes, by its name."""
-    users = users_of(chunk.nodes)
-    return {
-        node.name: list(dict.fromkeys(user for value in node.writes for user in users.get(value, ())))
-        for node in chunk.nodes
-    }
-
-
-def _own_side(node: ScheduleNode, readers: Mapping[str, list[ScheduleNode]]) -> list[str]:
-    return [each.name for each in readers[node.name] if side_of(each) == side_of(node)]
-
-
-def _later(node: ScheduleNode, readers: Mapping[str, list[ScheduleNode]]) -> list[str]:
-    return [each.name for each in readers[node.name] if side_of(each) > side_of(node)]
