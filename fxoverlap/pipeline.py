@@ -7,8 +7,9 @@ A pass is a function `(graph, config) -> graph` with an attribute `stage`: "join
 data: `default_passes()` can be printed, cut and extended, and handed back as `OverlapConfig.passes`.
 
 What passes tell one another is checked between them: each returns a graph of its stage; every op of a joint graph has
-its tag; exchanges that a pass adds behind `exchanges` are analysed anew; and a value's life is ended once, by one pass.
-Where the list is the user's, whatever goes wrong in a pass is an UnsupportedError that names it.
+its tag; exchanges that a pass adds behind `exchanges` are analysed anew; nodes make all that is read; and a value's
+life is ended once, by one pass. Where the list is the user's, whatever goes wrong in a pass is an UnsupportedError that
+names it.
 
 Where TORCH_TRACE is set, graphs before and after each pass become artifacts of torch's structured log.
 """
@@ -88,12 +89,7 @@ def to_chunk(joint: JointGraph, config: OverlapConfig, records: list[PassRecord]
             f"The chunk passes ended with a {type(graph).__name__}, expected a ChunkGraph. "
             f"OverlapConfig.passes must hold `cut` or a pass that does its work."
         )
-    for name, missing in (("memory", graph.memory is None), ("extract", not graph.modules)):
-        if missing:
-            raise UnsupportedError(
-                f"The chunk passes ended with a ChunkGraph without what `{name}` adds, which plans need. "
-                f"OverlapConfig.passes must hold `{name}` or a pass that does its work."
-            )
+    _check_whole(graph)
     return graph
 
 
@@ -154,6 +150,31 @@ def _call(each: Pass, name: str, graph: Any, config: OverlapConfig) -> Any:
             f"{allowed}. A pass returns the graph that it was given, or a changed one."
         )
     return returned
+
+
+def _check_whole(chunk: ChunkGraph) -> None:
+    """Raise UnsupportedError if the passes have left out what plans need, or a value that is read."""
+    has_modules = all(node.name in chunk.modules for node in chunk.nodes)
+    for name, is_done in (("memory", chunk.memory is not None), ("extract", has_modules)):
+        if not is_done:
+            raise UnsupportedError(
+                f"The chunk passes ended with a graph without what the pass {name} finds. OverlapConfig.passes must "
+                f"hold `{name}` or a pass that does its work, behind all passes that change nodes."
+            )
+    joint = chunk.joint
+    assert joint is not None
+    known = {each.value for each in joint.inputs}.union(*(node.writes for node in chunk.nodes))
+    names = {each.value: each.name for each in joint.inputs}
+    read = [(value, node.name) for node in chunk.nodes for value in node.reads]
+    read += [(joint.loss, "the loss"), *((value, "an output") for value in joint.outputs)]
+    read += [(value, f"the gradient of {names[target]}") for value, target in joint.gradients]
+    read += [(value, f"the new value of {names[target]}") for value, target in joint.mutations]
+    for value, reader in read:
+        if value not in known:
+            raise UnsupportedError(
+                f"The chunk passes ended with no node that makes {value!r}, which is needed for {reader}. A pass that "
+                f"takes a node away has to put its ops into another one."
+            )
 
 
 def _check_tags(joint: JointGraph, name: str) -> None:

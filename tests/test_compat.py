@@ -160,7 +160,7 @@ LABELS = torch.tensor([[0, 2, -1, 1]] * 4)
 OTHERWISE_DECOMPOSED: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: F.interpolate(x[None], scale_factor=2.3, mode="linear"),
     "trilinear": lambda x: F.interpolate(x[None, None, None], size=(1, 5, 7), mode="trilinear", align_corners=True),
-    "multi margin loss": lambda x: F.multi_margin_loss(x * 3, torch.tensor([0, 2, 3, 1])),
+    "multi margin loss": lambda x: F.multi_margin_loss(torch.cat((x, 2 * x)), torch.tensor([0, 2, 3, 1] * 2)),
     "multilabel margin loss": lambda x: F.multilabel_margin_loss(x, LABELS),
     **{
         f"{mode} by {size}": lambda x, mode=mode, more=more: F.interpolate(x[None, None], mode=mode, **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from toys import RawModel, batches, train_both
 
 import fxoverlap as fxo
 from fxoverlap.errors import VerifyError
-from fxoverlap.ir import META, FusedGraph, Instance, JointGraph, Lane, OpTag, Phase
+from fxoverlap.ir import META, ChunkGraph, FusedGraph, Instance, JointGraph, Lane, OpTag, Phase
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.exchanges import exchanges
+from fxoverlap.passes.extract import extract
 from fxoverlap.passes.lifetime import lifetime
 from fxoverlap.pipeline import Pass, default_passes
 
@@ -24,6 +26,14 @@ def behind(other: Pass | None, *added: Pass) -> list[Pass]:
     passes = default_passes()
     at = 0 if other is None else passes.index(other) + 1
     return [*passes[:at], *added, *passes[at:]]
+
+
+def staged(stage: str) -> Callable[[Any], Any]:
+    def mark(each: Any) -> Any:
+        each.stage = stage
+        return each
+
+    return mark
 
 
 def transformed(group: dist.ProcessGroup, passes: list[Pass]) -> fxo.OverlappedModel:
@@ -57,6 +67,30 @@ def test_b102_exchange_that_a_pass_adds_behind_exchanges_is_analysed_and_counted
     assert comm == ["L0.dispatch.F", "L0.combine.F", "L1.counts.F", "L1.dispatch.F", "L1.combine.F"]
     # On one rank what is sent comes back as it was.
     assert train_both(overlapped, lambda step: batches(3, seed=step), steps=2) == []
+
+
+@staged("chunk")
+def takes_the_last_node(chunk: ChunkGraph, config: fxo.OverlapConfig) -> ChunkGraph:
+    return replace(chunk, nodes=chunk.nodes[:-1])
+
+
+@staged("chunk")
+def takes_the_first_node(chunk: ChunkGraph, config: fxo.OverlapConfig) -> ChunkGraph:
+    return replace(chunk, nodes=chunk.nodes[1:])
+
+
+UNFIT: dict[str, tuple[list[Pass], str]] = {
+    "a gradient": (behind(extract, takes_the_last_node), "needed for the gradient of embed.weight"),
+    "a value": (behind(extract, takes_the_first_node), r"no node that makes 'embedding', which is needed for L0\."),
+    "twice": ([*default_passes(), *default_passes()], "pass cut .* given a ChunkGraph, raised"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_lists_that_do_not_fit_together_are_refused_by_pass(group: dist.ProcessGroup, name: str) -> None:
+    passes, message = UNFIT[name]
+    with pytest.raises(fxo.UnsupportedError, match=message):
+        transformed(group, passes)
 
 
 def test_op_without_a_tag_is_named_with_its_pass(group: dist.ProcessGroup) -> None:
