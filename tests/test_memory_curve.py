@@ -19,9 +19,10 @@ from toys import RandomOrder, RawModel, batches, rows, toy
 
 import fxoverlap as fxo
 from fxoverlap.benchmarks.live_bytes import LiveBytes
-from fxoverlap.ir import Lane, Round
+from fxoverlap.ir import Lane, Phase, Round
 from fxoverlap.passes.memory import footprint
 from fxoverlap.schedule.memory import _deaths, curve
+from fxoverlap.schedule.policies import Order, sequential
 
 REPEATS = 3
 COUNTS = (1, 2, 3)
@@ -109,6 +110,21 @@ def test_configs(group: dist.ProcessGroup, name: str) -> None:
     config = fxo.OverlapConfig(costs="cpu", **CONFIGS[name])
     overlapped = fxo.transform(toy("[*E]", group, shared_dim=8, selection_bias=True), config)
     assert differing(both(overlapped, batches)) == {}
+
+
+def weights_last(f: Any, b: Any, costs: Any, config: Any) -> Order:
+    """In turn, with all weight gradients at the end."""
+    return [(node, mb) for node, mb in sequential(f, b, costs, config) if node.phase is not Phase.W]
+
+
+def test_b38_what_a_replay_makes_for_a_delayed_weight_gradient_counts_until_then(group: dist.ProcessGroup) -> None:
+    found = {}
+    for schedule in ("sequential", weights_last):
+        config = fxo.OverlapConfig(costs="cpu", schedule=schedule, recompute=fxo.Recompute("uniform"))
+        overlapped = fxo.transform(toy("[*E][*E]", group, shared_dim=8), config)
+        found[schedule], measured = peaks(overlapped, batches(1, tokens=64))
+        assert found[schedule] == measured
+    assert found[weights_last] > 1.1 * found["sequential"]
 
 
 @pytest.mark.parametrize("outputs", [True, False])

@@ -55,10 +55,21 @@ def spans(simulation: Simulation) -> dict[Slot, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("groups", "ends"), [(("a", "a"), (10, 20)), (("a", "b"), (10, 10))])
-def test_a_group_runs_one_exchange_at_a_time(groups: tuple[str, str], ends: tuple[float, float]) -> None:
+def test_b65_a_group_runs_one_exchange_at_a_time(groups: tuple[str, str], ends: tuple[float, float]) -> None:
     machine = Machine(GPU)
     found = [machine.launch(10 * MS, 0.0, group) for group in groups]
     assert [end for _, _, end in found] == pytest.approx([end * MS for end in ends])
+
+
+def test_b65_a_wait_pays_for_what_its_group_has_launched_before() -> None:
+    """Both begin with nothing computed; the reader of the second waits for the first too."""
+    reader: Row = (Slot.EXPERTS, 4, ("got",), ("made",))
+    later: Row = (Slot.DISPATCH, 10, ("others",), ("got",))
+    assert spans(run(COMBINE, later, reader)) == {
+        Slot.COMBINE: (0, 10),
+        Slot.DISPATCH: (10, 20),
+        Slot.EXPERTS: (20, 24),
+    }
 
 
 def test_a_host_that_waits_for_counts_leaves_the_compute_lane_empty() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from toys import RawModel, batches, differences, eager_step, toy, train_both
 
 import fxoverlap as fxo
@@ -298,6 +299,36 @@ def test_b41_gradients_are_bound_by_descriptor() -> None:
     permuted = replace(permuted, gradients=permuted.gradients[::-1])
     assert {each: node.ops for each, node in gradient_nodes(to_chunk(permuted, CONFIG, [])).items()} == expected
     assert gradients(model, torch.tensor([[3.0]])) == {"w": [[15.0]], "u": [[7.0]], "b": [5.0]}
+
+
+class Part(nn.Module):
+    """A layer that runs as one: as a function that `how` makes of it."""
+
+    def __init__(self, layer: nn.Module, how: Callable[[Any], Callable[..., Tensor]]) -> None:
+        super().__init__()
+        self.layer, self.how = layer, how
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.how(self.layer)(*args)
+
+
+PARTS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+    "compiled": lambda layer: torch.compile(layer, backend="eager"),
+    "checkpointed": lambda layer: functools.partial(checkpoint, layer, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_b31_weights_inside_and_outside_of_a_part_get_their_gradient_once(group: dist.ProcessGroup, part: str) -> None:
+    """Opaque calls, which the case is about, are refused so far; these are the parts that there are."""
+    model = toy("*E", group, shared_dim=12)
+    model.layers[0] = Part(model.layers[0], PARTS[part])
+    chunk = chunk_of(model)
+    made = gradient_nodes(chunk)
+    assert {name for name, node in made.items() if node.phase is not Phase.W} == set()
+    assert set(made) == {name for name, _ in model.named_parameters()}
+    assert chunk.joint is not None and len(chunk.joint.gradients) == len(made)
+    assert train_both(model, lambda step: batches(2, seed=step), steps=1) == []
 
 
 # --- policies ---------------------------------------------------------------------------------------------------
