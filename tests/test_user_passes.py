@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,6 +166,14 @@ def test_b22_what_the_backward_reads_is_not_freed_in_forward(group: dist.Process
     frees_saved.stage = "plan"  # type: ignore[attr-defined]
     with pytest.raises(VerifyError, match="handed on behind the forward, but an earlier node freed it"):
         transformed(group, behind(lifetime, frees_saved))
+
+
+def test_the_example_of_the_docs_runs(group: dist.ProcessGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "passes.md").read_text()
+    names: dict[str, Any] = {}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    transformed(group, names["config"].passes)
+    assert "Counter({'" in capsys.readouterr().out
 
 
 def fails(graph: Any, config: fxo.OverlapConfig) -> Any:
