@@ -1,4 +1,4 @@
-"""What every test file gets: one computing thread, the fixture `group`, and a place for what a test has to say."""
+"""What every test file gets: one computing thread, the fixtures `group` and `two_ranks`, a place for words of tests."""
 
 import signal
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from two_ranks import TwoRanks
 
 from fxoverlap.launch import one_rank_group
 
@@ -26,6 +27,14 @@ def group() -> Iterator[dist.ProcessGroup]:
     """
     with one_rank_group() as group:
         yield group
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[TwoRanks]:
+    """Two ranks of a gloo group, which answer the calls of all files: `two_ranks.run(function, *args)`."""
+    ranks = TwoRanks()
+    yield ranks
+    ranks.end()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

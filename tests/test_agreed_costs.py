@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from toys import batches, differences, eager_step, same_bits, toy
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 from fxoverlap.costing import Measured
 from fxoverlap.ir import CostTable, Lane
-from fxoverlap.launch import launch
 from fxoverlap.schedule.policies import megatron, sequential
 
 KINDS = ("F", "FB", "B")
@@ -234,8 +234,8 @@ SCENES = (other_measurements, one_rank_measures, lengths_in_different_steps, has
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, dict[str, Any]]]:
-    return launch(everything, 2, timeout_s=300)
+def found(two_ranks: TwoRanks) -> list[dict[str, dict[str, Any]]]:
+    return two_ranks.run(everything, timeout_s=300)
 
 
 def test_ranks_that_measure_other_times_make_the_same_plans(found: list) -> None:

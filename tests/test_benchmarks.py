@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 from fxoverlap.benchmarks import link, rates
 from fxoverlap.benchmarks.exchanges import computing_pct, exchange_again, recorded, without_exchanges
 from fxoverlap.benchmarks.timing import interleaved
 from fxoverlap.benchmarks.workload import Settings, eager_step, same
-from fxoverlap.launch import launch
 
 
 def test_variants_take_turns() -> None:
@@ -69,8 +69,8 @@ def _launch_compute_wait() -> Tensor:
     return out
 
 
-def test_a_step_taken_apart() -> None:
-    for number, unequal, eager_pct, overlapped_pct in launch(_take_apart, 2):
+def test_a_step_taken_apart(two_ranks: TwoRanks) -> None:
+    for number, unequal, eager_pct, overlapped_pct in two_ranks.run(_take_apart):
         assert number == 2 * 2 * 5  # microbatches, layers, and counts, two forward and two backward exchanges
         assert unequal
         # How much each is depends on what else the machine does.

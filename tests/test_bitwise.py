@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from toys import batches, differences, eager_step, same_bits, toy, train_both
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 from fxoverlap import ops
-from fxoverlap.launch import launch
 from fxoverlap.models import HybridModel
 
 PATTERNS = ("[*E]", "[*E][*E]", "*-[*E]", "[*E]-", "EE", "*-")
@@ -246,18 +246,18 @@ def received_rows(model: nn.Module, microbatches: Sequence[tuple]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return launch(run_default, 2, timeout_s=300)
+def found_on_two(two_ranks: TwoRanks) -> list[dict[str, Any]]:
+    return two_ranks.run(run_default, timeout_s=300)
 
 
 @pytest.fixture(scope="module")
-def two_ranks_product() -> list[dict[str, Any]]:
-    return launch(run_cases, 2, [param.values[0] for param in on_two_ranks(PRODUCT)], LONG, timeout_s=1400)
+def two_ranks_product(two_ranks: TwoRanks) -> list[dict[str, Any]]:
+    return two_ranks.run(run_cases, [param.values[0] for param in on_two_ranks(PRODUCT)], LONG, timeout_s=1400)
 
 
 @pytest.mark.parametrize("case", on_two_ranks(CASES))
-def test_two_ranks(case: Case, two_ranks: list[dict[str, Any]]) -> None:
-    assert [each[str(case)] for each in two_ranks] == [[], []]
+def test_two_ranks(case: Case, found_on_two: list[dict[str, Any]]) -> None:
+    assert [each[str(case)] for each in found_on_two] == [[], []]
 
 
 @pytest.mark.slow
@@ -267,12 +267,12 @@ def test_two_ranks_product(case: Case, two_ranks_product: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("name", ["unequal_lengths", "nothing_for_rank_1", "one_expert_a_rank"])
-def test_uneven_ranks(name: str, two_ranks: list[dict[str, Any]]) -> None:
-    assert [each[name] for each in two_ranks] == [[], []]
+def test_uneven_ranks(name: str, found_on_two: list[dict[str, Any]]) -> None:
+    assert [each[name] for each in found_on_two] == [[], []]
 
 
-def test_the_cases_route_unequal_numbers_of_tokens(two_ranks: list[dict[str, Any]]) -> None:
-    first, second = (each["rows_received"] for each in two_ranks)
+def test_the_cases_route_unequal_numbers_of_tokens(found_on_two: list[dict[str, Any]]) -> None:
+    first, second = (each["rows_received"] for each in found_on_two)
     assert len(first) == 10 and len(set(first)) > 2
     assert sum(a != b for a, b in zip(first, second, strict=True)) > 5
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from test_agreed_costs import Collectives, error_of, golden, is_right, measuring, model
 from test_budget import LEVELS, PLENTY, level_of, limit, measured_peak
 from toys import batches
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
-from fxoverlap.launch import launch
 from fxoverlap.schedule.policies import megatron
 
 COUNT = 3
@@ -215,8 +215,8 @@ def everything(rank: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, dict[str, Any]]]:
-    return launch(everything, 2, timeout_s=300)
+def found(two_ranks: TwoRanks) -> list[dict[str, dict[str, Any]]]:
+    return two_ranks.run(everything, timeout_s=300)
 
 
 def same(found: list, scene: str) -> dict[str, Any]:

@@ -35,12 +35,12 @@ from collective_models import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import RandomOrder, batches, differences, eager_step, same_bits, toy
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 from fxoverlap import compat
 from fxoverlap.capture import capture
 from fxoverlap.ir import Lane, Plan
-from fxoverlap.launch import launch
 from fxoverlap.microbatch import as_microbatch
 from fxoverlap.passes import op_facts
 from fxoverlap.passes.chain import backward_chain, forward_chain
@@ -201,8 +201,8 @@ def run(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return launch(run, 2, timeout_s=120)
+def found(two_ranks: TwoRanks) -> list[dict[str, Any]]:
+    return two_ranks.run(run, timeout_s=120)
 
 
 ALL = [*POLICIES, *MODELS]

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from toys import batches, differences, eager_step, same_bits, toy, train_both
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
-from fxoverlap.launch import launch
 
 KINDS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook")
 
@@ -116,12 +116,12 @@ def reduce_in_all_ways(rank: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[list[dict[str, Any]]]:
-    return launch(reduce_in_all_ways, 2, timeout_s=300)
+def found_on_two(two_ranks: TwoRanks) -> list[list[dict[str, Any]]]:
+    return two_ranks.run(reduce_in_all_ways, timeout_s=300)
 
 
-def test_b34_b39_hooks_fire_once_after_the_real_gradient_and_its_reduction_is_kept(two_ranks: Any) -> None:
-    for ways in two_ranks:
+def test_b34_b39_hooks_fire_once_after_the_real_gradient_and_its_reduction_is_kept(found_on_two: Any) -> None:
+    for ways in found_on_two:
         for way in ways:
             eager, ours = way["fired"]
             assert set(eager.values()) == {1} and ours == eager

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from test_memory_curve import differing, peaks
 from toys import RawModel, batches, toy
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
-from fxoverlap.launch import launch
 from fxoverlap.schedule.memory import peak_bytes
 
 MOST = 3
@@ -56,8 +56,8 @@ def on_ranks(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return launch(on_ranks, 2, timeout_s=300)
+def ranks(two_ranks: TwoRanks) -> list[dict[str, Any]]:
+    return two_ranks.run(on_ranks, timeout_s=300)
 
 
 @pytest.mark.parametrize("name", RANKED)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from two_ranks import TwoRanks
 
 from fxoverlap import compat
 from fxoverlap.models import MLP, Attention, HybridModel, MoE
@@ -388,9 +388,7 @@ def two_rank_model(group: dist.ProcessGroup | None, idle: bool = False, **option
     return model
 
 
-def _run_on(rank: int, store: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+def _run_on(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, options in TWO_RANK_CASES.items():
         model, ids = two_rank_model(dist.group.WORLD, **options), tokens(rank)
@@ -407,24 +405,21 @@ def _run_on(rank: int, store: str, out: str) -> None:
         MoE(16, 3, 8, top_k=1, group=dist.group.WORLD)
     except ValueError as error:
         results["error"] = str(error)
-    torch.save(results, f"{out}.{rank}")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(two_ranks: TwoRanks) -> list[dict[str, Any]]:
     """What each of two ranks got."""
-    path = tmp_path_factory.mktemp("models")
-    mp.spawn(_run_on, (str(path / "store"), str(path / "out")), nprocs=2)
-    return [torch.load(path / f"out.{rank}", weights_only=False) for rank in range(2)]
+    return two_ranks.run(_run_on)
 
 
 @pytest.mark.parametrize("case", TWO_RANK_CASES)
-def test_two_ranks_are_one(two_ranks: list[dict[str, Any]], case: str) -> None:
+def test_two_ranks_are_one(found: list[dict[str, Any]], case: str) -> None:
     model = two_rank_model(None, **TWO_RANK_CASES[case])
     expected = [run(copy.deepcopy(model), *tokens(rank)) for rank in (0, 1)]
     for rank in (0, 1):
-        loss, grads = two_ranks[rank][case]["eager"]
+        loss, grads = found[rank][case]["eager"]
         torch.testing.assert_close(loss, expected[rank][0], **CLOSE)
         for name, grad in grads.items():
             # Experts get gradients of both ranks' losses, on the rank that has them; the rest of their own rank's.
@@ -435,31 +430,31 @@ def test_two_ranks_are_one(two_ranks: list[dict[str, Any]], case: str) -> None:
             torch.testing.assert_close(grad, want, **CLOSE)
 
 
-def test_two_ranks_have_the_weights_of_one(two_ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_have_the_weights_of_one(found: list[dict[str, Any]]) -> None:
     for name, weight in two_rank_model(None).state_dict().items():
         parts = weight.chunk(2) if name.endswith(("w_gate_up", "w_down")) else (weight, weight)
         for rank in (0, 1):
-            assert torch.equal(two_ranks[rank]["plain"]["state"][name], parts[rank]), name
+            assert torch.equal(found[rank]["plain"]["state"][name], parts[rank]), name
 
 
 @pytest.mark.parametrize("case", TWO_RANK_CASES)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_traced_on_two_ranks(two_ranks: list[dict[str, Any]], rank: int, case: str) -> None:
-    result = two_ranks[rank][case]
+def test_traced_on_two_ranks(found: list[dict[str, Any]], rank: int, case: str) -> None:
+    result = found[rank][case]
     assert result["calls"] == {key: 2 * n for key, n in LAYER_CALLS.items()}
     assert_same(result["graph"], result["eager"])
 
 
-def test_update_expert_bias_on_two_ranks(two_ranks: list[dict[str, Any]]) -> None:
+def test_update_expert_bias_on_two_ranks(found: list[dict[str, Any]]) -> None:
     for rank in (0, 1):
-        assert two_ranks[rank]["bias"].tolist() == [-0.5, 0.5, 0.0, 0.0]
+        assert found[rank]["bias"].tolist() == [-0.5, 0.5, 0.0, 0.0]
 
 
-def test_bfloat16_on_two_ranks(two_ranks: list[dict[str, Any]]) -> None:
+def test_bfloat16_on_two_ranks(found: list[dict[str, Any]]) -> None:
     for rank in (0, 1):
-        loss, grads = two_ranks[rank]["bf16"]
+        loss, grads = found[rank]["bf16"]
         assert loss.isfinite() and all(grad.isfinite().all() for grad in grads.values())
 
 
-def test_experts_must_divide(two_ranks: list[dict[str, Any]]) -> None:
-    assert two_ranks[0]["error"] == "MoE: num_experts must be a multiple of the group size 2, got 3; change one of them"
+def test_experts_must_divide(found: list[dict[str, Any]]) -> None:
+    assert found[0]["error"] == "MoE: num_experts must be a multiple of the group size 2, got 3; change one of them"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from hybrid_patterns import SMALL
 from pairwise import Row, pairwise_rows
 from toys import batches, toy, train_both
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
-from fxoverlap.launch import launch
 
 Recompute = fxo.Recompute
 
@@ -99,8 +99,8 @@ def test_every_pair(row: Row, group: dist.ProcessGroup) -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[list[list[str]]]:
-    return launch(outcomes, 2, of_ranks(ROWS, 2), timeout_s=600)
+def found(two_ranks: TwoRanks) -> list[list[list[str]]]:
+    return two_ranks.run(outcomes, of_ranks(ROWS, 2), timeout_s=600)
 
 
 @pytest.mark.parametrize("number", range(len(of_ranks(ROWS, 2))), ids=map(name, of_ranks(ROWS, 2)))
@@ -115,8 +115,8 @@ def test_whole_product(row: Row, group: dist.ProcessGroup) -> None:
 
 
 @pytest.fixture(scope="module")
-def found_in_product() -> list[list[list[str]]]:
-    return launch(outcomes, 2, of_ranks(PRODUCT, 2), timeout_s=7200)
+def found_in_product(two_ranks: TwoRanks) -> list[list[list[str]]]:
+    return two_ranks.run(outcomes, of_ranks(PRODUCT, 2), timeout_s=7200)
 
 
 @pytest.mark.slow

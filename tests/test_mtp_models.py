@@ -9,9 +9,9 @@ import torch.distributed as dist
 from odd_mtp import DeepSeek, Megatron, Wired, WiredModel, wired
 from random_checks import check_all
 from toys import train_both
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
-from fxoverlap.launch import launch
 
 
 def outcome(spec: Wired, group: dist.ProcessGroup) -> tuple[list[str], str | None]:
@@ -106,8 +106,8 @@ def on_two_ranks(rank: int) -> list[str]:
     return train_both(model, lambda step: spec.data(2 * step + rank), spec.config(), steps=1)
 
 
-def test_wirings_train_as_eager_does_on_two_ranks() -> None:
-    assert launch(on_two_ranks, 2, timeout_s=300) == [[], []]
+def test_wirings_train_as_eager_does_on_two_ranks(two_ranks: TwoRanks) -> None:
+    assert two_ranks.run(on_two_ranks, timeout_s=300) == [[], []]
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(150, marks=pytest.mark.slow)])

@@ -2,16 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_ranks import TwoRanks
 
 from fxoverlap import compat, ops
 
@@ -263,10 +262,8 @@ def test_traced(group: dist.ProcessGroup) -> None:
 COUNTS = [[[1, 2, 0, 3], [4, 0, 0, 1]], [[0, 0, 2, 1], [0, 0, 5, 0]], [[0, 0, 0, 0], [2, 1, 0, 0]]]
 
 
-def _exchange_on(rank: int, store: str, out: str) -> None:
+def _exchange_on(rank: int) -> list[Any]:
     """Exchange rows that carry their source, expert and number, and send back gradients that carry where they were."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     results = []
     for counts in COUNTS:
         tokens = [(rank, e, i) for e, n in enumerate(counts[rank]) for i in range(n)]
@@ -275,24 +272,21 @@ def _exchange_on(rank: int, store: str, out: str) -> None:
         y = ops.exchange(x, out_splits, in_splits, out_rows, dist.group.WORLD)
         y.backward(y.detach() + 100 * (rank + 1))
         results.append((x.detach(), y.detach(), x.grad, out_splits, in_splits, out_rows, recv))
-    torch.save(results, f"{out}.{rank}")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def found(two_ranks: TwoRanks) -> list[Any]:
     """What each of two ranks got, for each of COUNTS."""
-    path: Path = tmp_path_factory.mktemp("exchange")
-    mp.spawn(_exchange_on, (str(path / "store"), str(path / "out")), nprocs=2)
-    return [torch.load(path / f"out.{rank}") for rank in range(2)]
+    return two_ranks.run(_exchange_on)
 
 
 @pytest.mark.parametrize("case", range(len(COUNTS)))
 @pytest.mark.parametrize("rank", [0, 1])
-def test_exchange_on_two_ranks(two_ranks: list[Any], rank: int, case: int) -> None:
+def test_exchange_on_two_ranks(found: list[Any], rank: int, case: int) -> None:
     counts = COUNTS[case]
     local = range(2 * rank, 2 * rank + 2)
-    x, y, grad, out_splits, in_splits, out_rows, recv = two_ranks[rank][case]
+    x, y, grad, out_splits, in_splits, out_rows, recv = found[rank][case]
     expected = [[source, e, i] for source in (0, 1) for e in local for i in range(counts[source][e])]
     assert y.tolist() == expected and out_rows == len(expected)
     assert recv.tolist() == [[counts[source][e] for e in local] for source in (0, 1)]

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from hybrid_patterns import gradient_phases, hybrid, outcomes, random_pattern
 from toys import batches, train_both
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 from fxoverlap.ir import Phase
-from fxoverlap.launch import launch
 from fxoverlap.models.hybrid import SYMBOLS
 
 MIXERS = [symbol for symbol in SYMBOLS if symbol != "E"]
@@ -29,18 +29,18 @@ MORE_CASES = [(pattern, DTYPES[i % 2]) for i, pattern in enumerate(MORE)]
 
 
 @pytest.fixture(scope="module")
-def found() -> list[list[list[str]]]:
-    return launch(outcomes, 2, CASES, timeout_s=600)
+def found(two_ranks: TwoRanks) -> list[list[list[str]]]:
+    return two_ranks.run(outcomes, CASES, timeout_s=600)
 
 
 @pytest.fixture(scope="module")
-def found_listed() -> list[list[list[str]]]:
-    return launch(outcomes, 2, LISTED_CASES, timeout_s=1200)
+def found_listed(two_ranks: TwoRanks) -> list[list[list[str]]]:
+    return two_ranks.run(outcomes, LISTED_CASES, timeout_s=1200)
 
 
 @pytest.fixture(scope="module")
-def found_more() -> list[list[list[str]]]:
-    return launch(outcomes, 2, MORE_CASES, timeout_s=3600)
+def found_more(two_ranks: TwoRanks) -> list[list[list[str]]]:
+    return two_ranks.run(outcomes, MORE_CASES, timeout_s=3600)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{p}-{d}" for p, d in CASES])

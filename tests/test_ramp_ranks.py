@@ -12,9 +12,9 @@ from test_bitwise import received_rows, reported, send_to_first_experts
 from test_failures import arm, attempt, is_right, tripping
 from torch import Tensor
 from toys import batches, differences, eager_step, toy, train_both
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
-from fxoverlap.launch import launch
 
 PAIR = fxo.OverlapConfig(ramp="pair")
 COUNTS = (2, 3, 5, 1)
@@ -109,8 +109,8 @@ def everything(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return launch(everything, 2, timeout_s=300)
+def ranks(two_ranks: TwoRanks) -> list[dict[str, Any]]:
+    return two_ranks.run(everything, timeout_s=300)
 
 
 @pytest.mark.parametrize("name", [each.__name__ for each in EQUAL])

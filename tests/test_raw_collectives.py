@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from toys import RawModel, RawMoE, batches, train_both
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 from fxoverlap.ir import Lane, Slot
-from fxoverlap.launch import launch
 
 
 class Capacity(nn.Module):
@@ -204,13 +204,13 @@ def run_two_ranks(rank: int) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, list[str]]]:
-    return launch(run_two_ranks, 2, timeout_s=300)
+def found_on_two(two_ranks: TwoRanks) -> list[dict[str, list[str]]]:
+    return two_ranks.run(run_two_ranks, timeout_s=300)
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_two_ranks(name: str, two_ranks: list[dict[str, list[str]]]) -> None:
-    assert [each[name] for each in two_ranks] == [[], []]
+def test_two_ranks(name: str, found_on_two: list[dict[str, list[str]]]) -> None:
+    assert [each[name] for each in found_on_two] == [[], []]
 
 
 # --- which group, and what is refused ------------------------------------------------------------------------------

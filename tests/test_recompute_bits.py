@@ -19,9 +19,9 @@ from odd import Dense, Odd, in_turn, moe
 from replays import faults
 from torch import Tensor, nn
 from toys import Made, batches, rows, toy, train_both
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
-from fxoverlap.launch import launch
 
 Recompute = fxo.Recompute
 
@@ -139,8 +139,8 @@ def on_ranks(rank: int) -> list[list[str]]:
     return found
 
 
-def test_two_ranks_and_one_without_tokens() -> None:
-    assert launch(on_ranks, 2, timeout_s=300) == [[[]] * 6] * 2
+def test_two_ranks_and_one_without_tokens(two_ranks: TwoRanks) -> None:
+    assert two_ranks.run(on_ranks, timeout_s=300) == [[[]] * 6] * 2
 
 
 # --- draws ---------------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import RawModel, differences, eager_step, same_bits, toy, train_both
 from toys import batches as toy_batches
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 from fxoverlap import compat
 from fxoverlap.ir import ChunkGraph, Phase
-from fxoverlap.launch import launch
 from fxoverlap.passes import op_facts
 
 
@@ -133,8 +133,8 @@ def splits_on(rank: int) -> list[tuple[list, list[str]]]:
     ]
 
 
-def test_b66_b76_backward_reverses_the_splits_on_two_ranks() -> None:
-    found = launch(splits_on, 2, timeout_s=120)
+def test_b66_b76_backward_reverses_the_splits_on_two_ranks(two_ranks: TwoRanks) -> None:
+    found = two_ranks.run(splits_on, timeout_s=120)
     for case, sent in enumerate(SENT):
         for rank in range(2):
             sizes, wrong = found[rank][case]

@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from toys import RawMoE, batches, differences, eager_step, same_bits, toy
+from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 from fxoverlap.ir import Instance, Lane, Phase, ScheduleNode, Slot
-from fxoverlap.launch import launch
 from fxoverlap.report.measured import figures, node_times, transfers
 from fxoverlap.report.timeline import trace
 from fxoverlap.runtime import Flight, NodeRun, StepProfile
@@ -123,8 +123,8 @@ def both(rank: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, dict[str, Any]]]:
-    return launch(both, 2, timeout_s=300)
+def ranks(two_ranks: TwoRanks) -> list[dict[str, dict[str, Any]]]:
+    return two_ranks.run(both, timeout_s=300)
 
 
 RAW = {
