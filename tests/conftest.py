@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from shared_captures import shared_captures as captures_are_shared
 from two_ranks import TwoRanks
 
 from fxoverlap.launch import one_rank_group
@@ -27,6 +28,13 @@ def group() -> Iterator[dist.ProcessGroup]:
     """
     with one_rank_group() as group:
         yield group
+
+
+@pytest.fixture(scope="module")
+def shared_captures() -> Iterator[None]:
+    """Models that are alike share one capture in the files that use this."""
+    with captures_are_shared():
+        yield
 
 
 @pytest.fixture(scope="session")

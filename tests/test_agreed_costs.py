@@ -22,6 +22,8 @@ from fxoverlap.costing import Measured
 from fxoverlap.ir import CostTable, Lane
 from fxoverlap.schedule.policies import megatron, sequential
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 KINDS = ("F", "FB", "B")
 
 

@@ -24,6 +24,8 @@ from fxoverlap.ir import ChunkGraph, Phase
 from fxoverlap.models import Attention, LatentAttention, MoE
 from fxoverlap.passes import op_facts
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 LATENT: dict[str, dict[str, Any]] = {
     "full_rank": {},
     "q_rank": {"q_rank": 6},

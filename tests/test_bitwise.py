@@ -26,7 +26,9 @@ import fxoverlap as fxo
 from fxoverlap import ops
 from fxoverlap.models import HybridModel
 
-PATTERNS = ("[*E]", "[*E][*E]", "*-[*E]", "[*E]-", "EE", "*-")
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
+PATTERNS = ("[*E]", "*-[*E]", "[*E]-", "EE", "*-")
 PLACES = ("no group", "one rank", "two ranks")
 SCHEDULES = ("auto", "megatron", "sequential")
 COUNTS = (1, 2, 5, 2, 1)
@@ -116,7 +118,9 @@ def product() -> list[Case]:
     """Every pattern, dtype, place and schedule, plain and with the features in two halves and all together."""
     halves = (("shared", "dropout", "tied"), ("bias", "sigmoid", "z_loss"))
     sets = [dict.fromkeys(names, True) for names in ((), *halves, sum(halves, ()))]
-    choices = itertools.product(PATTERNS, (torch.float32, torch.bfloat16), PLACES, ("auto", "sequential"), sets)
+    choices = itertools.product(
+        (*PATTERNS, "[*E][*E]"), (torch.float32, torch.bfloat16), PLACES, ("auto", "sequential"), sets
+    )
     return [Case(p, dtype, place, schedule, **features) for p, dtype, place, schedule, features in choices]
 
 

@@ -21,6 +21,8 @@ from fxoverlap import budget
 from fxoverlap.benchmarks.live_bytes import LiveBytes
 from fxoverlap.budget import Level
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 COUNT, TOKENS = 4, 48
 PLENTY = 1 << 40
 LEVELS = (Level(True), *(Level(False, room) for room in (None, 0.5, 0.25, 0.0)), Level(False, in_turn=True))

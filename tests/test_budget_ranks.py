@@ -18,6 +18,8 @@ from two_ranks import TwoRanks
 import fxoverlap as fxo
 from fxoverlap.schedule.policies import megatron
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 COUNT = 3
 SHORT, LONG = 8, 64
 

@@ -24,6 +24,8 @@ from toys import batches, differences, eager_step, toy, train_both
 import fxoverlap as fxo
 from fxoverlap.ir import ChunkGraph, Phase, Role, Slot
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 Recompute = fxo.Recompute
 
 

@@ -48,6 +48,8 @@ from fxoverlap.passes.place import place_backward, place_forward
 from fxoverlap.pipeline import JOINT_PASSES
 from fxoverlap.schedule.policies import auto, megatron, sequential
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 NAMESPACES = ("_c10d_functional", "fxoverlap_tests")
 
 # --- what runs on two ranks -------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from fxoverlap.runtime import Flight, NodeRun, StepProfile
 from fxoverlap.schedule.cost import all_to_all_bytes, default_costs, hardware_of, seconds
 from fxoverlap.schedule.policies import megatron, sequential
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 MIB = 2**20
 DISPATCH = ScheduleNode(0, Slot.DISPATCH, Phase.F, Lane.COMM)
 EXPERTS = ScheduleNode(0, Slot.EXPERTS, Phase.F, Lane.COMPUTE)

@@ -328,8 +328,15 @@ def test_operators() -> None:
     assert (double - ops).total() <= 20
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "packed"),
+    [
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+    ],
+)
 def test_b26_every_parameter_gets_its_gradient(group: dist.ProcessGroup, dtype: torch.dtype, packed: bool) -> None:
     layers = [
         layer

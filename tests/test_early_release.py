@@ -16,6 +16,8 @@ from fxoverlap.schedule import build_plan, rounds_with
 from fxoverlap.schedule.memory import peak_bytes
 from fxoverlap.schedule.policies import early_release_edges
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 @functools.cache
 def chunk(group: dist.ProcessGroup, pattern: str) -> ChunkGraph:

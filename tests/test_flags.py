@@ -14,6 +14,8 @@ import fxoverlap as fxo
 from fxoverlap.ir import Phase
 from fxoverlap.pipeline import default_passes
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def in_place(f: Any, b: Any, costs: Any, config: Any) -> list[Any]:
     """A policy: forward first, then backward, each in its own order."""

@@ -14,6 +14,8 @@ from toys import batches
 
 import fxoverlap as fxo
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def golden(pattern: str, group: dist.ProcessGroup, given: str | None = None, schedule: str = "auto") -> str:
     """The text of a pattern's model; unless it is given, the passes find the layers themselves."""

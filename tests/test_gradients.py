@@ -16,6 +16,8 @@ from toys import Made, batches, differences, eager_step, rows, same_bits, toy
 
 import fxoverlap as fxo
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 Log = dict[str, list[Tensor]]
 """What the hooks of each parameter have seen, in order."""
 

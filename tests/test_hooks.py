@@ -15,6 +15,8 @@ from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 KINDS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook")
 
 
@@ -97,7 +99,7 @@ def reduced(model: nn.Module, run: Any) -> tuple[dict[str, int], dict[str, Tenso
 
 def reduce_in_hooks(rank: int, schedule: str, delay_wgrad: bool) -> dict[str, Any]:
     """One microbatch, eager and overlapped, with an asynchronous all-reduce in each hook."""
-    model = toy("[*E][*E]", dist.group.WORLD, shared_dim=12, tied=True)
+    model = toy("EE", dist.group.WORLD, shared_dim=12, tied=True)
     eager, given = copy.deepcopy(model), batches(1, rank)
     overlapped = fxo.transform(model, fxo.OverlapConfig(schedule=schedule, delay_wgrad=delay_wgrad))
     fired, wanted, _ = reduced(eager, lambda: eager_step(eager, given))

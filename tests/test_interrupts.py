@@ -10,6 +10,8 @@ import pytest
 
 from fxoverlap.runtime import interrupts
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 @pytest.fixture(autouse=True)
 def handler_is_put_back() -> Iterator[None]:

@@ -66,8 +66,8 @@ def test_a_rank_that_fails_is_named_and_all_end(tmp_path: Path, action: str, cau
 
 
 def test_time_runs_out(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"rank 0, 1 of 2 did not end within 12 s"):
-        launch(_write_pid_then, 2, str(tmp_path), "wait", timeout_s=12)
+    with pytest.raises(LaunchError, match=r"rank 0, 1 of 2 did not end within 8 s"):
+        launch(_write_pid_then, 2, str(tmp_path), "wait", timeout_s=8)
     _assert_none_left(tmp_path)
 
 

@@ -29,6 +29,8 @@ from fxoverlap.runtime import executor
 from fxoverlap.runtime.program import Operation
 from fxoverlap.runtime.state import MicrobatchState
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 Issue = Callable[[Operation, MicrobatchState], None]
 
 

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from fxoverlap import compat
 from fxoverlap.benchmarks.live_bytes import LiveBytes
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 KB = 1024
 
 

@@ -16,6 +16,8 @@ import fxoverlap as fxo
 from fxoverlap.ir import Phase
 from fxoverlap.models import Mamba2, MoE
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 torch.set_num_threads(1)
 
 # In fp64, what is summed in another order differs by a few units of 1e-16, relative to terms of order ten.
@@ -268,8 +270,18 @@ FUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", FUSED)
+IN_BF16 = ("packed", "two logical layers")
+"""By default these in bf16 and the others in fp32."""
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case}-{dtype}", marks=[pytest.mark.slow] * is_slow)
+        for case in FUSED
+        for dtype, is_slow in ((torch.float32, case in IN_BF16), (torch.bfloat16, case not in IN_BF16))
+    ],
+)
 def test_fused_is_eager(group: dist.ProcessGroup, case: str, dtype: torch.dtype) -> None:
     symbols, options, form = FUSED[case]
     net = Net(symbols, group, **options).to(dtype)

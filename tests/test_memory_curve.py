@@ -24,6 +24,8 @@ from fxoverlap.passes.memory import footprint
 from fxoverlap.schedule.memory import _deaths, curve
 from fxoverlap.schedule.policies import Order, sequential
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 REPEATS = 3
 COUNTS = (1, 2, 3)
 Case = tuple[Callable[[dist.ProcessGroup], Any], Callable[[int], list]]
@@ -72,8 +74,8 @@ MODELS: dict[str, Case] = {
         lambda group: toy("*-[*E]", group, shared_dim=8, dropout=0.1, tied=True, selection_bias=True),
         batches,
     ),
-    "scans": (lambda group: toy("[ME][GE]", group), batches),
-    "latent attention": (lambda group: toy("+-[+E]", group), batches),
+    "scans": (lambda group: toy("M[GE]", group), batches),
+    "latent attention": (lambda group: toy("-[+E]", group), batches),
     "list splits": (RawModel, batches),
     "gradients that go on": (shifted, batches),
     "gradients of other layouts": (lambda group: Sums(), lambda count: [(leaf(i).detach(),) for i in range(count)]),

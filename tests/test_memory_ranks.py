@@ -34,8 +34,8 @@ def raw_to_rank_0(model: RawModel) -> RawModel:
 
 
 RANKED: dict[str, Callable[[dist.ProcessGroup], Any]] = {
-    "unequal rows": lambda group: toy("[*E]", group),
-    "no rows on a rank": lambda group: all_to_rank_0(toy("[*E]", group, selection_bias=True)),
+    "unequal rows": lambda group: toy("E", group),
+    "no rows on a rank": lambda group: all_to_rank_0(toy("E", group, selection_bias=True)),
     "unequal list splits": lambda group: RawModel(group, 1),
     "empty list splits": lambda group: raw_to_rank_0(RawModel(group, 1)),
 }

@@ -20,6 +20,8 @@ from toys import Made, batches, call, differences, eager_step, rows, same_bits, 
 
 import fxoverlap as fxo
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def numbers(seed: int, rows: int = 3) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))

@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from mtp_models import needs
+from shared_captures import shared_capture
 from torch import fx
 from toys import batches, toy, train_both
 
 import fxoverlap as fxo
-from fxoverlap.capture import capture
 from fxoverlap.ir import ChunkGraph, InputKind, Phase, Slot
 from fxoverlap.microbatch import as_microbatch
 from fxoverlap.passes import op_facts
 from fxoverlap.pipeline import to_chunk
 from fxoverlap.report.golden import node_table
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 UNIFORM = fxo.Recompute("uniform")
 
@@ -39,7 +41,7 @@ class Cut(NamedTuple):
 @functools.cache
 def cut(group: dist.ProcessGroup, pattern: str, recompute: fxo.Recompute | None = None, **changes: Any) -> Cut:
     config = fxo.OverlapConfig(pattern, recompute=recompute)
-    joint = capture(toy(pattern, group, **changes), as_microbatch(batches(1)[0]), config).joint
+    joint = shared_capture(toy(pattern, group, **changes), as_microbatch(batches(1)[0]), config).joint
     traced = counts(list(op_facts.ops(joint.module.graph)))
     return Cut(traced, to_chunk(joint, config, []))
 

@@ -21,6 +21,8 @@ from fxoverlap.ir import ChunkGraph, Slot
 from fxoverlap.microbatch import as_microbatch
 from fxoverlap.passes import op_facts
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def chunk_of(overlapped: fxo.OverlappedModel) -> ChunkGraph:
     chunk = overlapped.plan("FB").forward

@@ -21,6 +21,8 @@ import fxoverlap as fxo
 from fxoverlap import cli
 from fxoverlap.ir import ChunkGraph, Slot
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def two(**options: Any) -> Predicting:
     """Two layers and two depths of one layer, without exchanges."""

@@ -131,12 +131,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("moes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYERS)
-def test_odd_layer(group: dist.ProcessGroup, name: str) -> None:
+def test_odd_layer(group: dist.ProcessGroup, name: str, moes: int) -> None:
     """In front of, between and behind MoE layers."""
     torch.manual_seed(0)
     make = LAYERS[name]
-    model = Odd(in_turn, make(), moe(group), make(), moe(group), make())
+    model = Odd(in_turn, make(), *(each for _ in range(moes) for each in (moe(group), make())))
     assert train_both(model, lambda step: batches(3, seed=step), steps=2) == []
 
 

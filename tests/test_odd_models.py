@@ -450,7 +450,17 @@ MODELS: list[Callable[[Any], Odd]] = [
 ]
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+SLOW = (
+    *(tuples, all_hidden_states, early_exits_own_heads, gated_layers, moe_first_and_last, tied_and_scaled),
+    *(other_order, parallel_block),
+)
+"""Each has another one that is much like it."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, id=make.__name__, marks=[pytest.mark.slow] * (make in SLOW)) for make in MODELS],
+)
 def test_odd_model(group: dist.ProcessGroup, make: Callable[[Any], Odd]) -> None:
     torch.manual_seed(0)
     assert train_both(make(group), lambda step: batches(3, seed=step), steps=2) == []

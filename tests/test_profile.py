@@ -24,6 +24,8 @@ import fxoverlap as fxo
 from fxoverlap.ir import Lane
 from fxoverlap.runtime import StepProfile, profile
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 MEASURED = tuple(f"{part}{name}" for part in ("", "steady_") for name in ("comm_ms", "exposed_ms", "overlap_pct"))
 
 
@@ -68,18 +70,18 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda group: toy("[*E][*E]", group),
+        lambda group: toy("[*E]", group),
         lambda group: toy("[*E]", group).bfloat16(),
         lambda group: toy("[*E]", group, dropout=0.25),
         lambda group: toy("*-"),
-        lambda group: RawModel(group),
+        lambda group: RawModel(group, 1),
         Transposed,
     ],
     ids=["moe", "bf16", "dropout", "no group", "raw", "transposed"],
 )
 def test_profiled_steps_equal_eager(group: dist.ProcessGroup, make: Callable[[Any], nn.Module]) -> None:
     overlapped = Profiled(make(group), fxo.OverlapConfig())
-    assert train_both(overlapped, lambda step: batches(3, seed=step, tokens=8 + step)) == []
+    assert train_both(overlapped, lambda step: batches(3, seed=step, tokens=8 + step), steps=2) == []
     assert overlapped.report().profiled_steps == 1
 
 

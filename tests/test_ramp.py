@@ -30,6 +30,8 @@ from fxoverlap.schedule import build_pair, kind_of, plan, rounds_of
 from fxoverlap.schedule.pairs import edges_between, labels_of
 from fxoverlap.schedule.policies import Order
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 PAIR = fxo.OverlapConfig(ramp="pair")
 
 

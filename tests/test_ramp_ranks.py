@@ -24,7 +24,7 @@ COUNTS = (2, 3, 5, 1)
 def unequal_lengths(rank: int) -> list[str]:
     """The ranks have different numbers of tokens, and one of them in every other microbatch another number."""
     lengths = ((8, 8), (5, 8))[rank]
-    model = toy("[*E][*E]", dist.group.WORLD, shared_dim=12, tied=True)
+    model = toy("EE", dist.group.WORLD, shared_dim=12, tied=True)
 
     def make(step: int) -> list[tuple]:
         lengths_of_step = [lengths[(step + i) % 2] for i in range(COUNTS[step])]
@@ -35,7 +35,7 @@ def unequal_lengths(rank: int) -> list[str]:
 
 def nothing_for_rank_1(rank: int) -> list[str]:
     """All tokens go to the experts of rank 0, which keep all of them during training."""
-    model = send_to_first_experts(toy("[*E]", dist.group.WORLD))
+    model = send_to_first_experts(toy("E", dist.group.WORLD))
     overlapped = fxo.transform(model, PAIR)
     found = train_both(overlapped, lambda step: batches(COUNTS[step], rank, seed=step), steps=len(COUNTS))
     return found + [f"received {rows} rows" for rows in received_rows(model, batches(3, rank)) if rank and rows]
@@ -43,7 +43,7 @@ def nothing_for_rank_1(rank: int) -> list[str]:
 
 def reduced_in_hooks(rank: int) -> list[str]:
     """Each hook sums its parameter's gradient over the ranks, which therefore must fire in one order on both."""
-    models = [toy("[*E][*E]", dist.group.WORLD, shared_dim=12, tied=True) for _ in range(2)]
+    models = [toy("EE", dist.group.WORLD, shared_dim=12, tied=True) for _ in range(2)]
     sums: list[dict[str, list[Tensor]]] = [{}, {}]
     for model, seen in zip(models, sums, strict=True):
         for name, param in model.named_parameters():
@@ -78,7 +78,7 @@ def failing(rank: int) -> dict[str, Any]:
 
 def failing_hook(rank: int) -> dict[str, Any]:
     """A hook fails on rank 1 at the first gradient of the embedding, behind the launches of a round but the last."""
-    overlapped = fxo.transform(toy("[*E]", dist.group.WORLD), PAIR)
+    overlapped = fxo.transform(toy("E", dist.group.WORLD), PAIR)
     is_right(overlapped, rank)
     overlapped.zero_grad()
 
@@ -99,7 +99,7 @@ FAILURES = [("F", 1, None), ("F", 2, 1), ("B", 2, 1), ("B", 3, None), ("B", 3, 0
 
 def other_ramp(rank: int) -> str:
     """What ranks that were told otherwise get."""
-    overlapped = fxo.transform(toy("[*E]", dist.group.WORLD), fxo.OverlapConfig(ramp=("none", "pair")[rank]))
+    overlapped = fxo.transform(toy("E", dist.group.WORLD), fxo.OverlapConfig(ramp=("none", "pair")[rank]))
     return str(attempt(overlapped, rank)["text"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,8 @@ from fxoverlap import api
 from fxoverlap.runtime.state import MicrobatchState
 from fxoverlap.schedule import kind_of
 from fxoverlap.schedule.memory import peak_bytes
+
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 PAIR = fxo.OverlapConfig(ramp="pair")
 
@@ -52,10 +55,13 @@ class Acting(RawModel):
         return self.act(self, "loss", F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()))
 
 
+# Cached, because models share a capture only if they hold the same function.
+@functools.cache
 def dropping(*places: str) -> Callable[[Acting, str, Tensor], Tensor]:
     return lambda model, place, x: F.dropout(x, 0.2) if place in places else x
 
 
+@functools.cache
 def reducing(*places: str) -> Callable[[Acting, str, Tensor], Tensor]:
     def act(model: Acting, place: str, x: Tensor) -> Tensor:
         return x + 0 * funcol.all_reduce(x.detach(), "sum", model.group) if place in places else x
@@ -115,7 +121,7 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("seed", [None, 0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ALLOWED)
 def test_effects_between_two_exchanges_allow_a_pair(
     name: str, seed: int | None, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
@@ -174,9 +180,14 @@ class Deep(RawModel):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("lengths", [(8, 6), (6, 8, 8, 6), (4, 8, 12)], ids=str)
-def test_microbatches_of_other_lengths(group: dist.ProcessGroup, lengths: tuple[int, ...]) -> None:
-    overlapped = fxo.transform(toy("[*E]", group, shared_dim=12, tied=True), PAIR)
+@pytest.fixture(scope="module")
+def of_any_length(group: dist.ProcessGroup) -> fxo.OverlappedModel:
+    return fxo.transform(toy("[*E]", group, shared_dim=12, tied=True), PAIR)
+
+
+@pytest.mark.parametrize("lengths", [(8, 6), (6, 8, 8, 6), (4, 8, 6)], ids=str)
+def test_microbatches_of_other_lengths(of_any_length: fxo.OverlappedModel, lengths: tuple[int, ...]) -> None:
+    overlapped = of_any_length
 
     def give(step: int) -> list[tuple]:
         return [batches(1, tokens=tokens, seed=10 * step + i)[0] for i, tokens in enumerate(lengths)]
@@ -185,10 +196,15 @@ def test_microbatches_of_other_lengths(group: dist.ProcessGroup, lengths: tuple[
     assert kinds(overlapped, len(lengths)) >= {"FF", "BB"}
 
 
+@pytest.fixture(scope="module")
+def of_any_depth(group: dist.ProcessGroup) -> fxo.OverlappedModel:
+    return fxo.transform(Deep(group), PAIR)
+
+
 @pytest.mark.parametrize("depths", [(2, 1), (1, 2), (0, 2), (2, 1, 1, 2), (1, 2, 0)], ids=str)
-def test_microbatches_of_other_structure(group: dist.ProcessGroup, depths: tuple[int, ...]) -> None:
+def test_microbatches_of_other_structure(of_any_depth: fxo.OverlappedModel, depths: tuple[int, ...]) -> None:
     """Each has other layers, exchanges and parameters with gradients."""
-    overlapped = fxo.transform(Deep(group), PAIR)
+    overlapped = of_any_depth
 
     def give(step: int) -> list[tuple]:
         return [(*batches(1, seed=10 * step + i)[0], depth) for i, depth in enumerate(depths)]
@@ -226,7 +242,7 @@ def test_what_keeps_its_order_belongs_to_the_structure(group: dist.ProcessGroup)
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_see_the_gradients_of_the_microbatches_in_order(group: dist.ProcessGroup, kind: str) -> None:
-    model = toy("[*E][*E]", group, shared_dim=12, tied=True)
+    model = toy("EE", group, shared_dim=12, tied=True)
     eager, given = copy.deepcopy(model), batches(4)
     seen: dict[bool, dict[str, list[Tensor]]] = {True: {}, False: {}}
     for is_eager, each in ((True, eager), (False, model)):
@@ -263,14 +279,14 @@ def test_optimizer_in_a_hook_is_refused_in_the_last_round(group: dist.ProcessGro
 # --- what is alive --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_everything_is_dead_after_the_step(group: dist.ProcessGroup, count: int) -> None:
-    overlapped = fxo.transform(toy("[*E][*E]", group, shared_dim=8, tied=True), PAIR, example_inputs=batches(1)[0])
-    given = batches(count)
-    with uncollected(), Storages() as made:
-        result = overlapped.step(given, outputs=False)
-    assert len(made.made) > 100
-    assert made.alive([*owned(overlapped.module), *tensors(given), *result.losses]) == []
+def test_everything_is_dead_after_the_step(group: dist.ProcessGroup) -> None:
+    overlapped = fxo.transform(toy("[*E]E", group, shared_dim=8, tied=True), PAIR, example_inputs=batches(1)[0])
+    for count in (1, 2, 5):
+        given = batches(count)
+        with uncollected(), Storages() as made:
+            result = overlapped.step(given, outputs=False)
+        assert len(made.made) > 100
+        assert made.alive([*owned(overlapped.module), *tensors(given), *result.losses]) == [], count
 
 
 @pytest.mark.parametrize(("ramp", "most"), [("none", 2), ("pair", 3)])
@@ -293,7 +309,7 @@ def test_peak_is_that_of_one_more_microbatch(group: dist.ProcessGroup) -> None:
     peaks = {}
     for ramp in ("none", "pair"):
         config = fxo.OverlapConfig(ramp=ramp)
-        overlapped = fxo.transform(toy("[*E][*E]", group), config, example_inputs=batches(1, tokens=64)[0])
+        overlapped = fxo.transform(toy("EE", group), config, example_inputs=batches(1, tokens=64)[0])
         peaks[ramp] = [peak_bytes(overlapped._planner.latest_rounds(count)) for count in (1, 2, 5, 8)]
     one = peaks["none"][0]
     assert peaks["pair"][0] == one
@@ -302,6 +318,11 @@ def test_peak_is_that_of_one_more_microbatch(group: dist.ProcessGroup) -> None:
 
 
 # --- failures -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tripped(group: dist.ProcessGroup) -> fxo.OverlappedModel:
+    return tripping(group, ramp="pair")
 
 
 @pytest.mark.parametrize(
@@ -316,10 +337,10 @@ def test_peak_is_that_of_one_more_microbatch(group: dist.ProcessGroup) -> None:
     ],
 )
 def test_error_names_node_and_microbatch(
-    group: dist.ProcessGroup, phase: str, calls: int, node: str, microbatch: int
+    tripped: fxo.OverlappedModel, phase: str, calls: int, node: str, microbatch: int
 ) -> None:
     """In every kind of round; what all microbatches held is freed, and the next step works."""
-    overlapped = tripping(group, ramp="pair")
+    overlapped = tripped
     given = batches(4)
     overlapped.step(given)
     overlapped.zero_grad()

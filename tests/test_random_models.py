@@ -150,6 +150,6 @@ def outcome(spec: Spec, group: dist.ProcessGroup) -> tuple[list[str], str | None
     return [], None
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_random_models_equal_eager_or_are_refused(count: int, group: dist.ProcessGroup, record_property: Any) -> None:
     record_property("summary", check_all(specs(), lambda spec: outcome(spec, group), count, "random models"))

@@ -20,6 +20,8 @@ from two_ranks import TwoRanks
 import fxoverlap as fxo
 from fxoverlap.ir import Lane, Slot
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 class Capacity(nn.Module):
     """A residual MoE block in which every expert takes its best 3 tokens: splits are static, so they are left out."""

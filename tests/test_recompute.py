@@ -25,6 +25,8 @@ from fxoverlap.runtime import executor
 from fxoverlap.runtime.state import MicrobatchState
 from fxoverlap.schedule.plan import build_pair, build_plan
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 Recompute = fxo.Recompute
 
 

@@ -21,6 +21,8 @@ from fxoverlap.benchmarks.memory import DEFAULT, Checkpointed, left_by_forward
 from fxoverlap.benchmarks.workload import Batch, eager_step
 from fxoverlap.models import HybridModel
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 LAYERS = 8
 SLOW = [(2, "sequential", 1), (3, "sequential", 1), (2, "auto", 2), (1, "megatron", 2), (3, "megatron", 2)]
 SETTINGS = replace(DEFAULT, microbatches=3, tokens=256)

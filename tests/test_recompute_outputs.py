@@ -23,6 +23,8 @@ import fxoverlap as fxo
 from fxoverlap.benchmarks.live_bytes import LiveBytes
 from fxoverlap.ir import ChunkGraph
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 DIM, HIDDEN, HEADS, TOKENS = 16, 24, 2, 8
 FLOAT = 4  # bytes
 

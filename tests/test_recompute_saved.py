@@ -21,6 +21,8 @@ from fxoverlap.passes import op_facts
 from fxoverlap.passes.sizes import Sizes
 from fxoverlap.pipeline import default_passes
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 Recompute = fxo.Recompute
 aten = torch.ops.aten
 

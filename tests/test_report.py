@@ -16,6 +16,8 @@ import fxoverlap as fxo
 from fxoverlap import cli
 from fxoverlap.passes import op_facts
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 REASONS: dict[str, tuple[list[str], list[str]]] = {
     "nothing wrong": (["--tokens", "64", "64", "64"], []),
     "one microbatch, no delay": (["--tokens", "64", "--no-delay-wgrad"], ["one microbatch", "delay_wgrad=False"]),

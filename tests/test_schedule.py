@@ -21,6 +21,8 @@ from fxoverlap.ir import ChunkGraph, Lane, NodeCost, Phase, Plan, ScheduleNode, 
 from fxoverlap.schedule import build_plan
 from fxoverlap.schedule.cost import default_costs
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 CONFIG = fxo.OverlapConfig()
 MEGATRON = fxo.OverlapConfig(schedule="megatron")
 Order = list[tuple[ScheduleNode, str]]

@@ -23,6 +23,8 @@ from fxoverlap.schedule.search import _Partial
 from fxoverlap.schedule.simulate import simulate_plan
 from fxoverlap.schedule.tasks import Task, tasks_of
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 ROOMS = (None, 0.5, 0.25, 0.0)
 
 MORE = 1.1

@@ -25,6 +25,8 @@ from fxoverlap import compat
 from fxoverlap.ir import ChunkGraph, Phase
 from fxoverlap.passes import op_facts
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def chunk_of(model: nn.Module, microbatch: tuple) -> ChunkGraph:
     found = fxo.transform(model, example_inputs=microbatch).plan("FB").forward
@@ -203,9 +205,10 @@ def random_rows(step: int) -> list[tuple]:
 
 
 def test_b68_sizes_and_tensors_cross_a_cut_in_every_order() -> None:
-    model = Permuted()
-    assert train_both(model, random_rows, steps=2) == []
-    chunk = chunk_of(model, random_rows(0)[0])
+    overlapped = fxo.transform(Permuted(), example_inputs=random_rows(0)[0])
+    assert train_both(overlapped, random_rows, steps=2) == []
+    chunk = overlapped.plan("FB").forward
+    assert chunk is not None and chunk.joint is not None
     values = {node.name: node.meta.get("val") for node in chunk.joint.module.graph.nodes}
     made = next(node for node in chunk.nodes if node.phase is Phase.F)
     kinds = set()
@@ -257,16 +260,16 @@ PARTS = [[2, 3], [0, 5], [4, 1]]
 
 @pytest.mark.parametrize("name", USES)
 def test_b69_gradient_of_a_split_makes_no_size(name: str) -> None:
-    model = Rejoined(USES[name])
-    given = rows_and_sizes(0)
-    chunk = chunk_of(model, given[0])
+    overlapped = fxo.transform(Rejoined(USES[name]), example_inputs=rows_and_sizes(0)[0])
+    chunk = overlapped.plan("FB").forward
+    assert chunk is not None and chunk.joint is not None
     by_name = {node.name: node for node in chunk.joint.module.graph.nodes}
     forward = {s for node in by_name.values() for s in symbols(node.meta.get("val")) if is_forward(node)}
     backward = {s for node in by_name.values() for s in symbols(node.meta.get("val")) if not is_forward(node)}
     assert backward <= forward
     for value, target in chunk.joint.gradients:
         assert by_name[value].meta["val"].shape == by_name[target].meta["val"].shape
-    assert train_both(model, rows_and_sizes, steps=2) == []
+    assert train_both(overlapped, rows_and_sizes, steps=2) == []
 
 
 def is_forward(node: fx.Node) -> bool:

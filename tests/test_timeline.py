@@ -28,6 +28,8 @@ from fxoverlap.report.timeline import trace
 from fxoverlap.runtime import Flight, NodeRun, StepProfile
 from fxoverlap.runtime.profile import Wait
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 MICROBATCHES = 3
 
 
@@ -52,8 +54,8 @@ class Net(nn.Module):
 def models() -> dict[str, nn.Module]:
     world = dist.group.WORLD
     return {
-        "moe": toy("[*E][*E]", world),
-        "shared expert": toy("[*E]-", world, shared_dim=16),
+        "moe": toy("EE", world),
+        "shared expert": toy("E-", world, shared_dim=16),
         "no exchange": toy("*-"),
         "raw collectives": Net(world),
         "all-to-alls of another group": Net(world, dist.new_group([0, 1])),
@@ -90,7 +92,7 @@ def profiled(rank: int) -> dict[str, dict[str, Any]]:
 
 def failing(rank: int) -> dict[str, Any]:
     """A profiled step that fails on rank 1 alone, and the one after it."""
-    model = toy("[*E]", dist.group.WORLD)
+    model = toy("E", dist.group.WORLD)
     overlapped = fxo.transform(model)
     microbatches = batches(MICROBATCHES, rank)
     overlapped.step(microbatches)

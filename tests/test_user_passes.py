@@ -21,6 +21,8 @@ from fxoverlap.passes.extract import extract
 from fxoverlap.passes.lifetime import lifetime
 from fxoverlap.pipeline import Pass, default_passes
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def behind(other: Pass | None, *added: Pass) -> list[Pass]:
     """The default passes with more of them behind one (None: in front of all)."""

@@ -34,6 +34,8 @@ from fxoverlap.passes.verify import verify
 from fxoverlap.pipeline import to_fused
 from fxoverlap.schedule import build_plan
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 CONFIG = fxo.OverlapConfig(schedule="megatron")
 WAIT = op_facts.WAIT
 

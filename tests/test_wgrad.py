@@ -15,24 +15,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shared_captures import shared_capture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toys import RawModel, batches, differences, eager_step, toy, train_both
 
 import fxoverlap as fxo
-from fxoverlap.capture import capture
 from fxoverlap.ir import ChunkGraph, InputKind, Phase, Plan, ScheduleNode
 from fxoverlap.microbatch import as_microbatch
 from fxoverlap.passes import op_facts
 from fxoverlap.pipeline import to_chunk
 from fxoverlap.schedule import build_plan
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 CONFIG = fxo.OverlapConfig()
 
 
 def chunk_of(model: nn.Module, microbatch: Any = None, **config: Any) -> ChunkGraph:
     settings = fxo.OverlapConfig(**config)
-    return to_chunk(capture(model, as_microbatch(microbatch or batches(1)[0]), settings).joint, settings, [])
+    return to_chunk(shared_capture(model, as_microbatch(microbatch or batches(1)[0]), settings).joint, settings, [])
 
 
 @functools.cache
@@ -283,7 +285,7 @@ def test_b37_gradients_of_chunks_are_not_mixed() -> None:
 def test_b41_gradients_are_bound_by_descriptor() -> None:
     """Outputs in another order, or parameters in another order, change nothing."""
     model = Function(lambda x, w, u, b: (F.linear(x, w, b) @ u).sum(), w=[[2.0]], u=[[5.0]], b=[1.0])
-    joint = capture(model, as_microbatch(torch.tensor([[3.0]])), CONFIG).joint
+    joint = shared_capture(model, as_microbatch(torch.tensor([[3.0]])), CONFIG).joint
     name = {each.value: each.name for each in joint.inputs}
     value = {name[target]: value for value, target in joint.gradients}
     assert len(set(value.values())) == 3
@@ -293,7 +295,7 @@ def test_b41_gradients_are_bound_by_descriptor() -> None:
     assert {each: target[made] for each, made in value.items()} == {"w": "p0", "u": "p1", "b": "p2"}
     # No pass reads the order of the outputs: gradients go by the names in `JointGraph.gradients`.
     expected = {each: node.ops for each, node in gradient_nodes(to_chunk(joint, CONFIG, [])).items()}
-    permuted = capture(model, as_microbatch(torch.tensor([[3.0]])), CONFIG).joint
+    permuted = shared_capture(model, as_microbatch(torch.tensor([[3.0]])), CONFIG).joint
     output = permuted.module.graph.output_node()
     output.args = (list(reversed(output.args[0])),)
     permuted = replace(permuted, gradients=permuted.gradients[::-1])

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from shared_captures import shared_captures
+
 from fxoverlap.launch import launch
 
 LIFE_S = 7200.0
@@ -19,8 +21,9 @@ LIFE_S = 7200.0
 class TwoRanks:
     """Ranks of `launch` that are given one call after another; they are started by the first.
 
-    What a call leaves behind in its process is there in the next: patches and groups have to end with the call. After
-    an error the ranks are ended, because their collectives may be out of step, and the next call starts new ones.
+    What a call leaves behind in its process is there in the next: patches and groups have to end with the call. Models
+    that are alike share a capture. After an error the ranks are ended, because their collectives may be out of step,
+    and the next call starts new ones.
     """
 
     def __init__(self) -> None:
@@ -71,6 +74,7 @@ def _serve(rank: int, pipes: list[Connection]) -> None:
     while (call := pickle.loads(pipe.recv_bytes())) is not None:
         function, args, timeout_s = call
         faulthandler.dump_traceback_later(timeout_s, exit=True)
-        result = function(rank, *args)
+        with shared_captures():
+            result = function(rank, *args)
         faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(pickle.dumps(result))
