@@ -334,7 +334,7 @@ def test_per_token_loss_of_microbatches_is_that_of_all() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_b89_a_detached_head_is_left_alone(tied: bool) -> None:
     """Its gradient is that of the main loss, bit for bit; tied, the depths still train it as embedding, or nothing."""
-    alone, given = toy("[*E]", tied=tied), batches(1)[0]
+    alone, given = toy("E", tied=tied), batches(1)[0]
     eager_step(alone, [given])
     with_both = toy(PATTERN, tied=tied, mtp_detach_head=True, mtp_detach_trunk=True)
     with_head = toy(PATTERN, tied=tied, mtp_detach_head=True)

@@ -13,6 +13,8 @@ from two_ranks import TwoRanks
 
 import fxoverlap as fxo
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def outcome(spec: Wired, group: dist.ProcessGroup) -> tuple[list[str], str | None]:
     """What differs from eager, and why the model was refused, if it was."""

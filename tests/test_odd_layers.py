@@ -178,12 +178,12 @@ def keys_of_the_first_layer(group: Any) -> Odd:
 
     def wire(m: Odd, x: Tensor) -> Tensor:
         kept = None
-        for i in range(0, 6, 2):
+        for i in range(0, 4, 2):
             x, kept = m.layers[i](x, kept)
             x = m.layers[i + 1](x)
         return x
 
-    return Odd(wire, Across(), moe(group), Across(), moe(group), Across(), moe(group))
+    return Odd(wire, Across(), moe(group), Across(), moe(group))
 
 
 def encoder_and_decoder(group: Any) -> Odd:

@@ -101,7 +101,7 @@ def failing(rank: int) -> dict[str, Any]:
     def fail(gradient: Tensor) -> None:
         raise ValueError("a bad value")
 
-    handle = model.layers[1].router.weight.register_hook(fail) if rank == 1 else None
+    handle = model.layers[0].router.weight.register_hook(fail) if rank == 1 else None
     error = "none"
     with overlapped.profile():
         try:
