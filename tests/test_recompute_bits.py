@@ -28,13 +28,8 @@ pytestmark = pytest.mark.usefixtures("shared_captures")
 Recompute = fxo.Recompute
 
 ASKED = (
-    Recompute("uniform"),
-    Recompute("uniform", 2),
-    Recompute("uniform", 3),
-    Recompute("uniform", 7),
-    Recompute("block"),
-    Recompute("block", 2),
-    Recompute("block", 5),
+    *(Recompute("uniform", layers) for layers in (1, 2, 3, 7)),
+    *(Recompute("block", layers) for layers in (1, 2, 5)),
     Recompute("selective", modules=("layers.*.norm",)),
     Recompute("selective", modules=("layers.1", "layers.3")),
     Recompute("uniform", keep=("dispatch",)),
