@@ -40,7 +40,7 @@ from fxoverlap.pattern import parse
 
 def layers(joint: JointGraph, config: OverlapConfig) -> JointGraph:
     """Fill in layer labels."""
-    globs, mtp_globs = (_globs(each) for each in (config.layers, config.mtp_layers))
+    globs, mtp_globs = (globs_of(each) for each in (config.layers, config.mtp_layers))
     nodes = list(op_facts.ops(joint.module.graph))
     runs = _runs(joint, globs, mtp_globs)
     found = _in_order(run for op, run in runs.items() if op_facts.tag(op).phase is Phase.F)
@@ -59,7 +59,8 @@ def layers(joint: JointGraph, config: OverlapConfig) -> JointGraph:
 layers.stage = "joint"  # type: ignore[attr-defined]
 
 
-def _globs(given: str | Sequence[str]) -> list[str]:
+def globs_of(given: str | Sequence[str]) -> list[str]:
+    """The globs of a field of the config, which may be one or several."""
     return [given] if isinstance(given, str) else list(given)
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, groupby
 from fxoverlap.config import OverlapConfig
 from fxoverlap.ir import ChunkGraph, Instance, JointGraph, Lane, Phase, Plan
 from fxoverlap.passes import op_facts
-from fxoverlap.passes.layers import matches
+from fxoverlap.passes.layers import globs_of, matches
 from fxoverlap.passes.recompute import idle_keeps
 from fxoverlap.schedule.policies import early_release_edges
 
@@ -22,26 +22,8 @@ def warnings_of(
     chunk: ChunkGraph, plan: Plan, config: OverlapConfig, microbatches: int | None, alone: str | None
 ) -> tuple[str, ...]:
     """One sentence for each thing that was asked for in vain, and for each name that may not mean what it matches."""
-    warnings = []
+    warnings = _of_layers(chunk, config)
     has_weights = any(node.phase is Phase.W for node in chunk.nodes)
-    physical = chunk.joint.physical if chunk.joint is not None else ()
-    if config.layers != OverlapConfig().layers and not physical:
-        warnings.append(
-            f"OverlapConfig.layers={config.layers!r} matches no module that the forward runs, so no layer has edges of "
-            f"its own. Set it to the FQN glob of the model's layers."
-        )
-    if config.mtp_layers not in ((), OverlapConfig().mtp_layers) and not chunk.depths:
-        warnings.append(
-            f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches no module that the forward runs, so there are no "
-            f"MTP depths. Set it to the FQN glob of the model's depths, or leave it out."
-        )
-    if chunk.joint is not None and physical:
-        warnings += _idle_globs("layers", config.layers, [layer.fqn for layer in physical])
-    if chunk.joint is not None and chunk.depths:
-        inside = [layer.fqn for layer in physical if layer.depth is not None]
-        warnings += _idle_globs("mtp_layers", config.mtp_layers, inside)
-    if chunk.joint is not None:
-        warnings += [*_lists_of_depths(chunk.joint, config), *_parts_of_depths(chunk.joint, config)]
     if config.delay_wgrad and has_weights and count_moved(plan.order) == 0:
         warnings.append("delay_wgrad=True, but the schedule moved no W node: all run right behind their B node.")
     if config.ramp == "pair" and alone is not None:
@@ -57,6 +39,30 @@ def warnings_of(
     if not any(node.lane is Lane.COMM for node in chunk.nodes):
         warnings.append("No exchange was found in the model, so there is no communication to hide.")
     return tuple(warnings)
+
+
+def _of_layers(chunk: ChunkGraph, config: OverlapConfig) -> list[str]:
+    warnings = []
+    joint = chunk.joint
+    physical = joint.physical if joint is not None else ()
+    if config.layers != OverlapConfig().layers and not physical:
+        warnings.append(
+            f"OverlapConfig.layers={config.layers!r} matches no module that the forward runs, so no layer has edges of "
+            f"its own. Set it to the FQN glob of the model's layers."
+        )
+    if config.mtp_layers not in ((), OverlapConfig().mtp_layers) and not chunk.depths:
+        warnings.append(
+            f"OverlapConfig.mtp_layers={config.mtp_layers!r} matches no module that the forward runs, so there are no "
+            f"MTP depths. Set it to the FQN glob of the model's depths, or leave it out."
+        )
+    if joint is None:
+        return warnings
+    if physical:
+        warnings += _idle_globs("layers", config.layers, [layer.fqn for layer in physical])
+    if chunk.depths:
+        inside = [layer.fqn for layer in physical if layer.depth is not None]
+        warnings += _idle_globs("mtp_layers", config.mtp_layers, inside)
+    return [*warnings, *_lists_of_depths(chunk, config), *_parts_of_depths(joint, config)]
 
 
 def _of_recompute(chunk: ChunkGraph, config: OverlapConfig) -> list[str]:
@@ -89,11 +95,12 @@ def _idle_globs(field: str, globs: str | Sequence[str], fqns: Sequence[str]) -> 
     ]
 
 
-def _lists_of_depths(joint: JointGraph, config: OverlapConfig) -> list[str]:
+def _lists_of_depths(chunk: ChunkGraph, config: OverlapConfig) -> list[str]:
     """For each depth that is a list, such as `mtp.layers` under `mtp.*`: its items may be meant as depths."""
+    assert chunk.joint is not None
     warnings = []
-    for depth in range(_depths(joint)):
-        fqns = [layer.fqn for layer in joint.physical if layer.depth == depth]
+    for depth in range(len(chunk.depths)):
+        fqns = [layer.fqn for layer in chunk.joint.physical if layer.depth == depth]
         lists = {_parent(fqn) for fqn in fqns if _parts(fqn)[-1].isdecimal()}
         found = [fqn for fqn in sorted(lists) if not _parts(fqn)[-1].isdecimal() and _is_depth(fqn, config)]
         if found and len(fqns) > 1:
@@ -117,10 +124,6 @@ def _parts_of_depths(joint: JointGraph, config: OverlapConfig) -> list[str]:
     ]
 
 
-def _depths(joint: JointGraph) -> int:
-    return 1 + max((layer.depth for layer in joint.physical if layer.depth is not None), default=-1)
-
-
 def _parts(fqn: str) -> list[str]:
     return fqn.split(".")
 
@@ -130,8 +133,7 @@ def _parent(fqn: str) -> str:
 
 
 def _is_depth(fqn: str, config: OverlapConfig) -> bool:
-    globs = config.mtp_layers
-    return any(matches(fqn, glob) for glob in ([globs] if isinstance(globs, str) else globs))
+    return any(matches(fqn, glob) for glob in globs_of(config.mtp_layers))
 
 
 def count_moved(order: Sequence[Instance]) -> int:
