@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from fxoverlap.config import OverlapConfig
 from fxoverlap.flow import needs_of
@@ -56,6 +57,23 @@ def structure_of(chunk: ChunkGraph) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+_MOST_SPREAD = 1.0
+"""Where a hiccup of the machine makes for more, it says nothing about the node."""
+
+
+class NodeTime(NamedTuple):
+    """What a node takes: the median in seconds, and how much it varies, as `NodeCost.spread`."""
+
+    seconds: float
+    spread: float
+
+    @staticmethod
+    def of(times: Sequence[float]) -> NodeTime:
+        """What these times tell, which are in nanoseconds; at least one."""
+        median = statistics.median(times)
+        return NodeTime(median / 1e9, min(statistics.pstdev(times) / median, _MOST_SPREAD) if median else 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What profiled steps of this rank tell; medians, in seconds.
@@ -66,14 +84,14 @@ class Measured:
     launches it last finds much of it arrived, which makes up for one another over a step.
 
     Attributes:
-        seconds: by structure, then by name of the node.
+        times: by structure, then by name of the node.
         node_s: from the end of one node to the beginning of the next; None in steps of one node.
         launch_s: from the beginning of an exchange's node to its end, the mean; None without exchanges.
         comm_share: what compute nodes take on the wall clock without the processor, as a share of the time in which
             they run while exchanges are in flight; None if none does.
     """
 
-    seconds: Mapping[str, Mapping[str, float]]
+    times: Mapping[str, Mapping[str, NodeTime]]
     node_s: float | None
     launch_s: float | None
     comm_share: float | None
@@ -94,7 +112,7 @@ class Measured:
         launches = [run.end - run.begin for step in steps for run in step.runs if run.instance.node.lane is Lane.COMM]
         shares = [share for share in map(_comm_share, steps) if share is not None]
         return Measured(
-            {key: {name: statistics.median(each) / 1e9 for name, each in by.items()} for key, by in times.items()},
+            {key: {name: NodeTime.of(each) for name, each in by.items()} for key, by in times.items()},
             statistics.median(gaps) / 1e9 if gaps else None,
             statistics.mean(launches) / 1e9 if launches else None,
             statistics.median(shares) if shares else None,
@@ -102,11 +120,11 @@ class Measured:
 
     def over(self, table: CostTable, structure: str) -> CostTable:
         """A table with what was measured of its structure; the table itself if nothing was."""
-        seconds = self.seconds.get(structure)
-        if seconds is None:
+        times = self.times.get(structure)
+        if times is None:
             return table
-        known = frozenset(seconds) & table.keys()
-        nodes = {name: replace(c, seconds=seconds[name]) if name in known else c for name, c in table.items()}
+        known = frozenset(times) & table.keys()
+        nodes = {name: replace(c, **times[name]._asdict()) if name in known else c for name, c in table.items()}
         hardware = replace(
             table.hardware,
             name=MEASURED,
@@ -148,7 +166,8 @@ def reduced(tables: Sequence[CostTable], chunk: ChunkGraph) -> CostTable:
         having = [table for table in tables if node.name in table.known] or tables
         every = [table[node.name] for table in tables]
         largest = NodeCost(*(max(getattr(cost, each.name) for cost in every) for each in fields(NodeCost)))
-        nodes[node.name] = replace(largest, seconds=max(table[node.name].seconds for table in having))
+        times = {name: max(getattr(table[node.name], name) for table in having) for name in NodeTime._fields}
+        nodes[node.name] = replace(largest, **times)
     sources = [table.source for table in tables if table.known] or [table.source for table in tables]
     return CostTable(nodes, _reduced_hardware([table.hardware for table in tables]), max(sources), known)
 
@@ -208,7 +227,7 @@ class Costs:
         if self._config.costs is None:
             self._measured = Measured.of(steps)
             self._own.clear()
-            self._not_told = set(self._measured.seconds)
+            self._not_told = set(self._measured.times)
 
     def has_news(self, structures: Iterable[str]) -> bool:
         """Whether orders of these structures depend on what the other ranks have not been told."""

@@ -249,6 +249,7 @@ class NodeCost:
         freed: bytes of the values that die with it.
         ranks: ranks of the group of its exchanges, 1 in compute nodes.
         seconds: time that it takes on its lane when nothing else runs; an exchange until its data has come.
+        spread: by how much that varies from one microbatch and step to another, the standard deviation as a share.
         passed: bytes that it hands on to nodes of its own side only, the forward or the backward.
         kept: bytes that it hands on to later ones too: F to the backward, the backward to W.
         inside: most bytes that it holds of its own while it runs, those that it hands on included. These three are for
@@ -262,6 +263,7 @@ class NodeCost:
     freed: int = 0
     ranks: int = 1
     seconds: float = 0.0
+    spread: float = 0.0
     passed: int = 0
     kept: int = 0
     inside: int = 0

@@ -18,7 +18,7 @@ from toys import batches, differences, eager_step, same_bits, toy
 from two_ranks import TwoRanks
 
 import fxoverlap as fxo
-from fxoverlap.costing import Measured
+from fxoverlap.costing import Measured, NodeTime
 from fxoverlap.ir import CostTable, Lane
 from fxoverlap.schedule.policies import megatron, sequential
 
@@ -57,7 +57,7 @@ def measuring(compute: float, comm: float, node_s: float, comm_share: float) -> 
 
     def of(steps: list) -> Measured:
         nodes = {run.instance.node for step in steps for run in step.runs}
-        times = {node.name: comm if node.lane is Lane.COMM else compute for node in nodes}
+        times = {node.name: NodeTime(comm if node.lane is Lane.COMM else compute, 0.0) for node in nodes}
         return Measured({steps[0].structures[0]: times}, node_s, 0.0, comm_share)
 
     return mock.patch.object(Measured, "of", of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from synthetic import synthetic
 from toys import batches, toy, train_both
 
 import fxoverlap as fxo
-from fxoverlap.costing import Measured, reduced, structure_of
+from fxoverlap.costing import Measured, NodeTime, reduced, structure_of
 from fxoverlap.errors import ConfigError
 from fxoverlap.hardware import PRESETS, Hardware
 from fxoverlap.ir import CostTable, Instance, Lane, NodeCost, Phase, ScheduleNode, Slot
@@ -242,11 +243,21 @@ def test_measured_times_are_medians_of_processor_time_and_of_transfers() -> None
     ]
     found = Measured.of(steps)
     expected = {"L0.experts.F": 70e-6, "L0.dispatch.F": 80e-6, "L0.combine.F": 80e-6}
-    assert found.seconds["a"] == pytest.approx(expected)
+    assert {name: time.seconds for name, time in found.times["a"].items()} == pytest.approx(expected)
+    spread = statistics.pstdev([60, 80, 70]) / 70
+    assert [time.spread for time in found.times["a"].values()] == pytest.approx([spread, 0, 0])
     assert found.node_s == pytest.approx(4e-6)
     assert found.launch_s == pytest.approx(1e-6)
     # 35 and 20 us without the processor; for 100 us the node runs while an exchange is in flight.
     assert found.comm_share == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(
+    ("times", "spread"), [([5], 0.0), ([8, 10, 12], 0.2 * (2 / 3) ** 0.5), ([10, 10, 9000], 1.0), ([0, 0, 7], 0.0)]
+)
+def test_spread_of_a_node(times: list[float], spread: float) -> None:
+    """The standard deviation as a share of the median; at most all of it, and none where there is no time."""
+    assert NodeTime.of(times).spread == pytest.approx(spread)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +271,10 @@ def test_share_of_communication(begin: int, processor: int, share: float | None)
 
 def test_what_was_not_measured_keeps_its_roofline() -> None:
     table = default_costs(synthetic("E"), fxo.OverlapConfig())
-    measured = Measured({"a": {"L0.experts.F": 7.0, "gone.F": 1.0}}, None, None, 0.5)
+    measured = Measured({"a": {"L0.experts.F": NodeTime(7.0, 0.1), "gone.F": NodeTime(1.0, 0.0)}}, None, None, 0.5)
     found = measured.over(table, "a")
-    assert found["L0.experts.F"].seconds == 7.0 and found.known == {"L0.experts.F"}
+    assert found["L0.experts.F"] == replace(table["L0.experts.F"], seconds=7.0, spread=0.1)
+    assert found.known == {"L0.experts.F"}
     assert {k: v for k, v in found.items() if k not in found.known} == {
         k: v for k, v in table.items() if k not in found.known
     }
@@ -300,7 +312,8 @@ def slow(name: str) -> Callable[..., Measured]:
 
     def of(steps: list[StepProfile]) -> Measured:
         nodes = {run.instance.node.name for step in steps for run in step.runs}
-        return Measured({steps[0].structures[0]: {each: 2.0 * (name in each) for each in nodes}}, 0.0, 0.0, 0.0)
+        times = {each: NodeTime(2.0 * (name in each), 0.0) for each in nodes}
+        return Measured({steps[0].structures[0]: times}, 0.0, 0.0, 0.0)
 
     return of
 

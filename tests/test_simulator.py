@@ -5,6 +5,7 @@ Times are in milliseconds, of nodes whose chunks are made by hand, so that every
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from fxoverlap.hardware import Hardware
 from fxoverlap.ir import ChunkGraph, CostTable, Instance, Lane, NodeCost, Phase, Plan, Round, ScheduleNode, Slot
 from fxoverlap.schedule.memory import peak_bytes
-from fxoverlap.schedule.simulate import Machine, Simulation, simulate, simulate_plan
+from fxoverlap.schedule.simulate import Machine, Simulation, simulate, simulate_plan, simulate_ranks
 from fxoverlap.schedule.tasks import lower_bound, tasks_of
 
 MS = 1e-3
@@ -181,3 +182,41 @@ def test_rounds_follow_each_other_on_the_same_lanes() -> None:
 def test_the_same_step_gives_the_same_figures() -> None:
     rows = (COMBINE, ROUTER, COUNTS, WEIGHT, PERMUTE, DISPATCH)
     assert run(*rows) == run(*rows)
+
+
+def varied(spread: float, ranks: int, hardware: Hardware = CPU) -> list[Round]:
+    """Two microbatches that compute, exchange and compute, in times that vary."""
+    step = plan((Slot.PRE_DISPATCH, 3, ("x",), ("rows",)), DISPATCH, (Slot.EXPERTS, 4, ("got",), ()), hardware=hardware)
+    nodes = {name: replace(cost, spread=spread) for name, cost in step.costs.items()}
+    nodes["L0.dispatch.F"] = replace(nodes["L0.dispatch.F"], ranks=ranks)
+    step = replace(step, costs=replace(step.costs, nodes=nodes))
+    return [Round(step, {"F": 0}), Round(step, {"F": 1})]
+
+
+@pytest.mark.parametrize(("spread", "ranks"), [(0.0, 4), (0.3, 1)])
+def test_ranks_run_alike_without_spread_and_alone(spread: float, ranks: int) -> None:
+    step = varied(spread, ranks)
+    assert simulate_ranks(step) == [simulate(step)]
+
+
+@pytest.mark.parametrize("hardware", [CPU, GPU])
+def test_an_exchange_waits_for_the_last_rank(hardware: Hardware) -> None:
+    """It ends at one time on all ranks, no earlier than the last of them could begin it."""
+    first = simulate_ranks(varied(0.3, 3, hardware))[:3]
+    exchanges = [[s for s in each.timeline if s.instance.node.lane is Lane.COMM] for each in first]
+    for there in zip(*exchanges, strict=True):
+        assert len({each.begin for each in there}) == 3 and len({each.end for each in there}) == 1
+        assert there[0].end - max(each.begin for each in there) >= 0.1 * 5 * MS
+
+
+def test_ranks_that_vary_take_longer_than_ranks_that_run_alike() -> None:
+    """Each waits for the other in turn; the figures are the same in every call."""
+    alike = simulate(varied(0.3, 2))
+    found = simulate_ranks(varied(0.3, 2))
+    assert found == simulate_ranks(varied(0.3, 2))
+    assert statistics.mean(each.makespan for each in found) > 1.02 * alike.makespan
+    assert len(found) >= 2 * 2000 / 6  # a short step is averaged over many draws
+
+
+def test_the_largest_groups_are_simulated_by_four_ranks() -> None:
+    assert len(simulate_ranks(varied(0.3, 64))) == 4 * len(simulate_ranks(varied(0.3, 2))) / 2

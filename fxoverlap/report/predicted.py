@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from fxoverlap.ir import Lane, Plan, Round
 from fxoverlap.runtime import StepProfile
 from fxoverlap.schedule.memory import peak_bytes, rows_that_occurred
-from fxoverlap.schedule.simulate import simulate, simulate_plan
+from fxoverlap.schedule.simulate import simulate_plan, simulate_ranks
 from fxoverlap.schedule.tasks import lower_bound, tasks_of
 
 
@@ -26,12 +27,13 @@ def of_plan(plan: Plan) -> dict[str, Any]:
 
 def of_step(rounds: Sequence[Round]) -> dict[str, Any]:
     """The fields `predicted_...` of `Report`, by name."""
-    run = simulate(rounds)
+    runs = simulate_ranks(rounds)
+    hidden = [run.overlap_pct for run in runs if run.overlap_pct is not None]
     return {
-        "predicted_step_ms": run.makespan * 1e3,
-        "predicted_exposed_ms": run.exposed * 1e3,
-        "predicted_overlap_pct": run.overlap_pct,
-        "predicted_peak_bytes": run.peak_bytes,
+        "predicted_step_ms": statistics.mean(run.makespan for run in runs) * 1e3,
+        "predicted_exposed_ms": statistics.mean(run.exposed for run in runs) * 1e3,
+        "predicted_overlap_pct": statistics.mean(hidden) if hidden else None,
+        "predicted_peak_bytes": runs[0].peak_bytes,
         "predicted_worst_bytes": peak_bytes(rounds, "worst"),
     }
 

@@ -57,8 +57,8 @@ class Report:
         plan_over_bound: the first by the second.
         plan_overlap_pct: in how much of the time in which token exchanges are in flight it computes, in %.
         predicted_step_ms, predicted_exposed_ms, predicted_overlap_pct: of the last step, simulated: how long it takes,
-            how long token exchanges are in flight without computing beside them, and the rest of that time in %. None
-            before a step.
+            how long token exchanges are in flight without computing beside them, and the rest of that time in %. Means
+            over ranks that wait for each other, where nodes were measured to vary in time. None before a step.
         predicted_peak_bytes: most bytes that are alive at one time in it beside what was there before it, if every
             exchange to experts brings `OverlapConfig.imbalance` times the balanced number of rows (docs/memory.md).
         predicted_worst_bytes: the same if all tokens of all ranks came to this one.

@@ -1,7 +1,8 @@
 """A step as it would run on a machine: discrete events over lanes.
 
 In:  the rounds of a step, whose plans know what their nodes cost and on what machine.
-Out: a `Simulation`: when each node instance runs, and the figures that follow.
+Out: a `Simulation`: when each node instance runs, and the figures that follow. Or several, of ranks whose nodes do not
+     always take their time.
 
 The machine:
 - the host issues the instances in plan order, one after the other, and needs `node_s` for each, and behind an exchange
@@ -12,21 +13,33 @@ The machine:
 - while exchanges run, the compute lane is slower: `comm_share` of it is theirs;
 - a node that reads token counts blocks the host until they have come.
 
-Ranks are taken to run alike. Memory is counted in the order of issue (`schedule.memory`).
+Ranks run alike if every node takes its time. Where times vary (`NodeCost.spread`), an exchange begins when the last
+rank can begin it, and the others wait. Memory is counted in the order of issue (`schedule.memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxoverlap.hardware import Hardware
-from fxoverlap.ir import ChunkGraph, Instance, Lane, Plan, Round, ScheduleNode, Slot
+from fxoverlap.ir import ChunkGraph, Instance, Lane, NodeCost, Plan, Round, ScheduleNode, Slot
 from fxoverlap.schedule.intervals import common, length
 from fxoverlap.schedule.memory import peak_bytes
 
 Value = tuple[int, str]
 """(number of the microbatch, name of the value)."""
+
+_RANKS = 4
+"""Most ranks that are simulated beside one another; each takes as long as one rank by itself."""
+
+_ENOUGH = 2_000
+"""Node instances over which times that vary are averaged: short steps are simulated several times."""
+
+_LEAST = 0.1
+"""Share of its time that a node takes at least, however much that varies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +117,17 @@ class Machine:
         return issued, begin, self.compute
 
     def launch(self, seconds: float, ready: float, group: str) -> tuple[float, float, float]:
-        """(issued, begin, end) of an exchange."""
+        """(issued, begin, end) of an exchange whose other ranks are there when this one is."""
+        issued, begin = self.offer(ready, group)
+        return issued, begin, self.carry(begin, seconds, group)
+
+    def offer(self, ready: float, group: str) -> tuple[float, float]:
+        """(issued, earliest begin) of an exchange, which the other ranks may let wait."""
         issued = self._issue(None)
-        begin = max(issued, ready, self.groups.get(group, 0.0))
+        return issued, max(issued, ready, self.groups.get(group, 0.0))
+
+    def carry(self, begin: float, seconds: float, group: str) -> float:
+        """When an exchange that was offered last, and that begins now, ends."""
         self.groups[group] = begin + seconds
         # What the lane has been given before, and what runs beside this exchange.
         given = max(0.0, self.compute - begin)
@@ -115,7 +136,7 @@ class Machine:
             self.host += self.hardware.launch_s
         else:
             self.compute += self.hardware.launch_s
-        return issued, begin, self.groups[group]
+        return self.groups[group]
 
     def _issue(self, counts: float | None) -> float:
         if not self.hardware.host_runs_ahead:
@@ -135,26 +156,65 @@ def slowed(seconds: float, beside: float, share: float) -> float:
 
 
 def simulate(rounds: Sequence[Round]) -> Simulation:
-    """Run a step, of at least one round, on the machine that its first plan was made for."""
-    machine, slices = Machine(rounds[0].plan.costs.hardware), []
-    ready: dict[Value, float] = {}
+    """Run a step, of at least one round, on the machine that its first plan was made for; every node takes its time."""
+    (found,) = _simulations(rounds, 1, lambda cost: cost.seconds)
+    return found
+
+
+def simulate_ranks(rounds: Sequence[Round]) -> list[Simulation]:
+    """What ranks see of a step whose nodes vary in time.
+
+    Each node instance of each rank takes a time drawn from a normal distribution around its cost, the same in every
+    call. The ranks are those of the largest group, four at most. Short steps run several times, so there may be more
+    simulations than ranks; without any spread there is one.
+    """
+    costs = [each.plan.costs[instance.node.name] for each in rounds for instance in each.plan.order]
+    ranks = min(max((cost.ranks for cost in costs), default=1), _RANKS)
+    if ranks == 1 or not any(cost.spread for cost in costs):
+        return [simulate(rounds)]
+    draws = random.Random(0)
+
+    def drawn(cost: NodeCost) -> float:
+        return cost.seconds * max(_LEAST, 1 + cost.spread * draws.gauss(0, 1))
+
+    return [each for _ in range(math.ceil(_ENOUGH / len(costs))) for each in _simulations(rounds, ranks, drawn)]
+
+
+def _simulations(rounds: Sequence[Round], ranks: int, seconds: Callable[[NodeCost], float]) -> list[Simulation]:
+    """Run a step on ranks that are all in one group of each name, with the time of a node as it is given."""
+    machines = [Machine(rounds[0].plan.costs.hardware) for _ in range(ranks)]
+    slices: list[list[Slice]] = [[] for _ in machines]
+    ready: list[dict[Value, float]] = [{} for _ in machines]
     for each in rounds:
         counted = {mb: counts_of(chunk) for mb, chunk in each.plan.chunks.items()}
         groups = {mb: groups_of(chunk) for mb, chunk in each.plan.chunks.items()}
         for instance in each.plan.order:
             node, number = instance.node, each.microbatches[instance.mb]
-            inputs = max((ready.get((number, value), 0.0) for value in node.reads), default=0.0)
-            took = each.plan.costs[node.name].seconds
+            cost = each.plan.costs[node.name]
+            inputs = [max((known.get((number, value), 0.0) for value in node.reads), default=0.0) for known in ready]
             if node.lane is Lane.COMM:
-                times = machine.launch(took, inputs, groups[instance.mb][node.name])
+                times = _exchange(machines, inputs, groups[instance.mb][node.name], seconds(cost))
             else:
-                read = [ready.get((number, value), 0.0) for value in node.reads if value in counted[instance.mb]]
-                times = machine.run(took, inputs, max(read, default=None))
-            ready.update(((number, value), times[2]) for value in node.writes)
-            slices.append(Slice(instance, number, *times))
-    hardware, lanes = machine.hardware, (s.instance.node.lane for s in slices)
-    issuing = sum(hardware.issue_s(lane is Lane.COMM) for lane in lanes)
-    return _simulation(slices, machine.compute, issuing, peak_bytes(rounds))
+                read = [value for value in node.reads if value in counted[instance.mb]]
+                counts = [max((known.get((number, value), 0.0) for value in read), default=None) for known in ready]
+                each_rank = zip(machines, inputs, counts, strict=True)
+                times = [machine.run(seconds(cost), own, there) for machine, own, there in each_rank]
+            for known, own_slices, own_times in zip(ready, slices, times, strict=True):
+                known.update(((number, value), own_times[2]) for value in node.writes)
+                own_slices.append(Slice(instance, number, *own_times))
+    hardware, lanes = machines[0].hardware, (s.instance.node.lane for s in slices[0])
+    issuing, peak = sum(hardware.issue_s(lane is Lane.COMM) for lane in lanes), peak_bytes(rounds)
+    return [_simulation(own, machine.compute, issuing, peak) for own, machine in zip(slices, machines, strict=True)]
+
+
+def _exchange(
+    machines: Sequence[Machine], inputs: Sequence[float], group: str, seconds: float
+) -> list[tuple[float, float, float]]:
+    """(issued, begin, end) of an exchange on each rank: it is in flight before the last rank lets data move."""
+    offers = [machine.offer(ready, group) for machine, ready in zip(machines, inputs, strict=True)]
+    moves = max(begin for _, begin in offers)
+    ends = [machine.carry(moves, seconds, group) for machine in machines]
+    return [(*offer, end) for offer, end in zip(offers, ends, strict=True)]
 
 
 def simulate_plan(plan: Plan) -> Simulation:
