@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -297,37 +298,38 @@ class _Waiter:
 
     def __init__(self) -> None:
         self.failed: BaseException | None = None
-        self._function: Callable[[], Any] | None = None
-        self._begun, self._ended = threading.Semaphore(0), threading.Semaphore(0)
+        # Every wait of a step hands over twice; semaphores, which are written in Python, take longer.
+        self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
         self._busy = False
         threading.Thread(target=self._loop, daemon=True, name="fxoverlap-wait").start()
 
     def start(self, function: Callable[[], Any]) -> None:
         """Begin a call."""
         assert not self._busy
-        self._function, self.failed, self._busy = function, None, True
-        self._begun.release()
+        self.failed, self._busy = None, True
+        self._calls.put(function)
 
     def is_idle(self, timeout_s: float) -> bool:
         """Whether no call runs, or the one that does ends within a time."""
         if self._busy:
-            self._busy = not self._ended.acquire(timeout=timeout_s)
+            with contextlib.suppress(Empty):
+                self.failed = self._ends.get(timeout=timeout_s)
+                self._busy = False
         return not self._busy
 
     def close(self) -> None:
         """End the thread, as soon as its call ends."""
-        self._function = None
-        self._begun.release()
+        self._calls.put(None)
 
     def _loop(self) -> None:
-        while True:
-            self._begun.acquire()
-            function = self._function
-            if function is None:
-                return
+        while (function := self._calls.get()) is not None:
+            failed = None
             try:
                 function()
             except BaseException as error:
-                self.failed = error
-            self._function = function = None
-            self._ended.release()
+                failed = error
+            # What the call holds, and what it has raised, are its owner's now.
+            del function
+            self._ends.put(failed)
+            del failed
