@@ -798,24 +798,19 @@ def written_bases(node: fx.Node) -> list[fx.Node]:
 # --- structured logging (checked on 2.11.0, 2.13.0, 2.14.1) ---------------------------------------------------------
 
 
-def writes_traces() -> bool:
-    """Whether torch writes structured logs, as it does when TORCH_TRACE names a folder.
+def trace_folders() -> list[str]:
+    """The folders that torch writes structured logs to, such as the one that TORCH_TRACE names.
 
     Without one torch has a handler with no folder, which it drops at the first record, too late to save its payload.
+    Handlers of others do not count: pytest adds its own to every logger.
     """
-    handlers = torch._logging._internal.trace_log.handlers
-    return any(getattr(handler, "root_dir", "") is not None for handler in handlers)
-
-
-def trace_folders() -> list[str]:
-    """The folders that torch writes structured logs to."""
     folders = (getattr(handler, "root_dir", None) for handler in torch._logging._internal.trace_log.handlers)
     return [folder for folder in folders if folder is not None]
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add an artifact to torch's structured log. `text` is called only if there is one."""
-    if writes_traces():
+    if trace_folders():
         torch._logging.trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": name, "encoding": "string"},
