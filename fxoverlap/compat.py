@@ -18,12 +18,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo
-import torch._inductor.config
 import torch._logging._internal
 import torch._prims.rng_prims
 import torch._prims_common
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # defines functional collectives under all their names
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import (
@@ -35,7 +34,6 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed import distributed_c10d
@@ -214,6 +212,8 @@ def in_place_effects(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
 @contextlib.contextmanager
 def compile_ignored() -> Iterator[None]:
     """Let functions and modules that `torch.compile` wrapped run as they are, so that tracing sees through them."""
+    import torch._dynamo
+
     with torch._dynamo.config.patch(error_on_nested_fx_trace=False), torch.compiler.set_stance("force_eager"):
         yield
 
@@ -247,6 +247,10 @@ def export_joint(module: nn.Module, args: tuple[Any, ...], mode: FakeTensorMode)
     `args` are fake tensors of `mode`. The fake mode is left again before this returns, so that the graph can be run
     on real tensors.
     """
+    # These bring Dynamo, which takes as long to import as the rest of torch, and only captures need it.
+    import torch._inductor.config
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(preserve_node_meta())

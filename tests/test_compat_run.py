@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import subprocess
+import sys
 import re
 import threading
 from collections.abc import Callable
@@ -384,3 +386,12 @@ def test_artifacts_are_made_only_where_torch_writes_them(tmp_path: Path, monkeyp
     text = path.read_text()
     assert '{"artifact": {"name": "fxoverlap_a", "encoding": "string"}' in text and "\n\tsome text\n" in text
     assert '"stack"' not in text.split("fxoverlap_a")[1].split("\n")[0]
+
+
+# --- imports -------------------------------------------------------------------------------------------------------
+
+
+def test_dynamo_is_imported_by_captures_alone() -> None:
+    """It takes as long as the rest of torch, and commands that capture nothing do without it."""
+    program = "import sys, fxoverlap; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import fxoverlap.compat  # defines the functional collectives
 import fxoverlap.ops.exchange  # noqa: F401  (defines the exchange)
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
