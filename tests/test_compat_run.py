@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import re
 import subprocess
 import sys
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
