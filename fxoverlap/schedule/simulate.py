@@ -157,7 +157,7 @@ def slowed(seconds: float, beside: float, share: float) -> float:
 
 def simulate(rounds: Sequence[Round]) -> Simulation:
     """Run a step, of at least one round, on the machine that its first plan was made for; every node takes its time."""
-    (found,) = _simulations(rounds, 1, lambda cost: cost.seconds)
+    (found,) = _simulations(rounds, 1, lambda cost: cost.seconds, peak_bytes(rounds))
     return found
 
 
@@ -172,15 +172,17 @@ def simulate_ranks(rounds: Sequence[Round]) -> list[Simulation]:
     ranks = min(max((cost.ranks for cost in costs), default=1), _RANKS)
     if ranks == 1 or not any(cost.spread for cost in costs):
         return [simulate(rounds)]
-    draws = random.Random(0)
+    draws, peak = random.Random(0), peak_bytes(rounds)
 
     def drawn(cost: NodeCost) -> float:
         return cost.seconds * max(_LEAST, 1 + cost.spread * draws.gauss(0, 1))
 
-    return [each for _ in range(math.ceil(_ENOUGH / len(costs))) for each in _simulations(rounds, ranks, drawn)]
+    return [each for _ in range(math.ceil(_ENOUGH / len(costs))) for each in _simulations(rounds, ranks, drawn, peak)]
 
 
-def _simulations(rounds: Sequence[Round], ranks: int, seconds: Callable[[NodeCost], float]) -> list[Simulation]:
+def _simulations(
+    rounds: Sequence[Round], ranks: int, seconds: Callable[[NodeCost], float], peak: int
+) -> list[Simulation]:
     """Run a step on ranks that are all in one group of each name, with the time of a node as it is given."""
     machines = [Machine(rounds[0].plan.costs.hardware) for _ in range(ranks)]
     slices: list[list[Slice]] = [[] for _ in machines]
@@ -203,7 +205,7 @@ def _simulations(rounds: Sequence[Round], ranks: int, seconds: Callable[[NodeCos
                 known.update(((number, value), own_times[2]) for value in node.writes)
                 own_slices.append(Slice(instance, number, *own_times))
     hardware, lanes = machines[0].hardware, (s.instance.node.lane for s in slices[0])
-    issuing, peak = sum(hardware.issue_s(lane is Lane.COMM) for lane in lanes), peak_bytes(rounds)
+    issuing = sum(hardware.issue_s(lane is Lane.COMM) for lane in lanes)
     return [_simulation(own, machine.compute, issuing, peak) for own, machine in zip(slices, machines, strict=True)]
 
 
