@@ -33,7 +33,7 @@ Value = tuple[int, str]
 """(number of the microbatch, name of the value)."""
 
 _RANKS = 4
-"""Most ranks that are simulated beside one another; each takes as long as one rank by itself."""
+"""Most ranks that are simulated beside one another; the time for it grows with their number."""
 
 _ENOUGH = 2_000
 """Node instances over which times that vary are averaged: short steps are simulated several times."""
